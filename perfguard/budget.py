@@ -232,8 +232,9 @@ class Budget:
             ends: whether the study itself has an end that the trial must not outlast.
         """
         infers = workload.mode == "infer"
-        unseen = getattr(workload, "unseen", "")
-        steps = f"The dry run did not see them: {unseen}." if unseen else "Give Workload(..., steps=...)."
+        unseen = getattr(workload, "unseen", None)  # of a captured trial
+        why = unseen or "the loaders do not say how many there are"
+        steps = "Give Workload(..., steps=...)." if unseen is None else f"The dry run did not see them: {why}."
         if (self.trial_time_s is not None or ends) and workload.steps is None:
             name = "time_budget" if self.trial_time_s is not None else "within_timeout"
             yield name, f"{name} needs the number of steps of a trial. {steps}"

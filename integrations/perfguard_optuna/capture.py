@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.study import StudyDirection
 
-from perfguard.capture import Answer, Ask, DryRuns
+from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from perfguard.workload import CapturedTrial
 
 Objective = Callable[[optuna.Trial], float | Sequence[float]]
-PRUNES_ITSELF = "The objective prunes the trial by itself."
 DESCRIBES_ITSELF = "The objective describes its step by itself, with guard.trial or a trainer's callback."
 
 
@@ -87,7 +86,7 @@ def _play(objective: Objective, directions: tuple[StudyDirection, ...], ask: Ask
     try:
         return objective(DryTrial(ask, directions))
     except optuna.TrialPruned as error:
-        raise CaptureError(PRUNES_ITSELF) from error
+        raise SelfEnded("The objective prunes the trial by itself.") from error
 
 
 class DryTrial(optuna.Trial):

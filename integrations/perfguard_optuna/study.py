@@ -18,11 +18,12 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
+from perfguard.capture import SelfEnded
 from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError, UnguardedTrialWarning, warn_user
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import AnyBuild
 from perfguard_optuna.attributes import has_verdict
-from perfguard_optuna.capture import DESCRIBES_ITSELF, PRUNES_ITSELF, Objective, ObjectiveBuild
+from perfguard_optuna.capture import DESCRIBES_ITSELF, Objective, ObjectiveBuild
 from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -184,7 +185,7 @@ class GuardedObjective:
         except TooLargeError:  # which is a verdict
             pass
         except CaptureError as error:  # the trial is launched, and the guard says why it is unguarded
-            if str(error) in (DESCRIBES_ITSELF, PRUNES_ITSELF):
+            if isinstance(error, SelfEnded) or str(error) == DESCRIBES_ITSELF:
                 return None
         return self._captures
 

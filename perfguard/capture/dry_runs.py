@@ -53,6 +53,10 @@ Ask = Callable[..., Any]
 """``ask(*question)`` returns the value of a parameter. The question is the tuner's own, and can be pickled."""
 
 
+class SelfEnded(CaptureError):
+    """The objective ends the trial before its first step, as it may with these parameters and not with others."""
+
+
 class DryRuns:
     """Dry runs of one objective, remembered by the parameters that change its step.
 
@@ -166,7 +170,8 @@ class DryRuns:
     def _remember(self, answers: Mapping[str, Answer], found: CapturedTrial | Exception) -> None:
         names = tuple(answers)
         self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
-        self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
+        failed = isinstance(found, CaptureError) and not isinstance(found, SelfEnded)
+        self._num_failed = self._num_failed + 1 if failed else 0
         if self._num_failed == self._most_failed:  # it fails whatever the parameters are
             self._continuous[()], self._known[()] = [], found
         if isinstance(found, CaptureError) and not answers:  # it did not come to what tells trials apart
@@ -191,8 +196,14 @@ class DryRuns:
             return True
         if isinstance(other, Exception):
             return True
-        self._spares = (other.steps, other.unseen) != (captured.steps, captured.unseen)
-        return other.graph.content_hash != captured.graph.content_hash
+        if other.graph.content_hash != captured.graph.content_hash:
+            return True
+        if (other.steps, other.unseen) == (captured.steps, captured.unseen):
+            self._spares = False
+            return False
+        order = iter(answers.values())
+        again = self._run(vary, {}, spares=True)  # is it the other values, or the loaders that were cut at once?
+        return isinstance(again, Exception) or again.steps != captured.steps
 
     def _key(self, answers: Mapping[str, Answer]) -> Any:
         by_value = self._by_value.get(tuple(answers), True)
@@ -210,6 +221,9 @@ class DryRuns:
         try:
             pipe.send(("run", (self._num_runs, most_s, spares)))
             while True:
+                if not pipe.poll(most_s + 10):  # the server itself is stuck
+                    self.close()
+                    return CaptureError("the process for dry runs does not answer")
                 number, word, content = pipe.recv()
                 if number != self._num_runs:  # the last word of a dry run before
                     continue

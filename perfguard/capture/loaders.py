@@ -34,6 +34,7 @@ class _Pass:
     """Whether a step was made with its batches."""
     evaluates: bool = False
     """Whether a model has read its batches without gradients."""
+    has_ended: bool = False
 
 
 class Loaders:
@@ -61,6 +62,10 @@ class Loaders:
         self._num_epochs = 0
         self._num_unfed = 0
         """Steps since a loader has given a batch."""
+        self._feeding = _Pass()
+        """The pass that has fed the latest step."""
+        self._are_mixed = False
+        """Whether different loaders have fed steps."""
         self._counts_steps = False
         """Whether the objective ends after a number of steps, and begins its loader again as often as it must."""
         self._evaluates = False
@@ -109,6 +114,7 @@ class Loaders:
         elif event == "asked" and latest.feeds and self._num_epochs == 1 and (batch := self._longest_batch(loader)) is not None:
             return batch
         elif event != "asked" or self._shows_nothing_new(latest):
+            latest.has_ended = event != "begins"
             self._giving = [other for other in self._giving if other is not loader]
             if event == "asked":
                 raise StopIteration
@@ -156,6 +162,8 @@ class Loaders:
         latest.num_used = latest.num_batches
         # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
         self._counts_steps |= loader is not None and self._num_unfed > 5 and 0 not in self._used[:3]
+        self._feeding = latest
+        self._are_mixed |= loader is not None and not _are_alike(loader, self._trainer)
         if loader is not None and not latest.feeds:
             latest.feeds = True
             if self._num_epochs == 1:
@@ -166,7 +174,7 @@ class Loaders:
             self._spared_until = time.monotonic() + self._seconds_spared
 
     def _end_first_epoch(self, num_steps: int) -> None:
-        self._steps_of_first = None if self._was_cut else num_steps - bool(self.longest)
+        self._steps_of_first = None if self._was_cut else max(0, num_steps - bool(self.longest))
 
     @property
     def _batches_per_step(self) -> int:
@@ -183,8 +191,11 @@ class Loaders:
         per_epoch = self._steps_per_epoch()
         if not is_over:
             return per_epoch, None
-        if self._num_steps < 3 or self._trainer is None or self._counts_steps:
+        left = not self._feeding.has_ended  # by `break` or `return`, so whoever counted has counted the steps of the dry run
+        if self._num_steps < 3 or self._trainer is None or self._counts_steps or left:
             return per_epoch, self._num_steps
+        if self._are_mixed:
+            return None, None
         return per_epoch, None if per_epoch is None else per_epoch * self._num_epochs
 
     def _steps_per_epoch(self) -> int | None:

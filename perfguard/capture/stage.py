@@ -429,8 +429,9 @@ def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float 
                 break
         if len(set(sizes.values())) < 2:
             return "", None
-        largest = sorted(sizes, key=lambda index: sizes[index])[-size:]
-        return f"the longest batch of {len(sizes)} samples", loader.collate_fn([data[index] for index in largest])
+        largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
+        samples = [data[index] for index in itertools.islice(itertools.cycle(largest), size)]
+        return f"the longest batch of {len(sizes)} samples", loader.collate_fn(samples)
 
 
 def _size_of(sample: Any) -> int:

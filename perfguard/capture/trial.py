@@ -97,6 +97,10 @@ class _Watch:
         """Why the objective's end was not seen."""
         self.marks: list[int] = []
         """Number of operators at the end of each step."""
+        self._stages: list[tuple[int, int, int | None]] = []
+        """A step of each earlier optimizer."""
+        self._evaluated: list[int] = []
+        """Number of operators where a model computed without gradients."""
         self._copies: list[int] = []
         """Number of tensors copied to the device, likewise."""
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -150,6 +154,8 @@ class _Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
+        if not torch.is_grad_enabled():
+            self._evaluated.append(len(self._recorder.ops))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=not torch.is_grad_enabled())
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
@@ -217,8 +223,7 @@ class _Watch:
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         if id(optimizer) not in self._stepped:
-            self.marks, self._copies = [], []
-            self.loaders.begin_anew()
+            self._begin_stage()
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
@@ -230,10 +235,20 @@ class _Watch:
         self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
-        if not self.loaders.feed_steps and not self.loaders.may_spare:
+        if len(self.marks) >= 3 and not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    def _begin_stage(self) -> None:
+        """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
+        if len(self.marks) > 1:
+            self._stages.append(self._step(0))
+        if self._stepped:  # models that have had their time must not be kept alive
+            self._roots.clear()
+            self._paths_of.clear()
+        self.marks, self._copies = [], []
+        self.loaders.begin_anew()
 
     def _end(self, why: str) -> None:
         self.unseen = why  # the objective may catch what ends it
@@ -249,17 +264,29 @@ class _Watch:
         """
         if not self.marks:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
-        begin, end = (self.marks[0], self.marks[1]) if len(self.marks) > 1 else (self._first_forward(), self.marks[0])
-        after = self.marks[2] if len(self.marks) > 2 else None
+        phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
+        begin, end, after = self._step(0)
+        if len(self.marks) > 2 and self._evaluates(0) and not self._evaluates(1):
+            phases["a step with an evaluation"] = self._graph("train", begin, end, after)
+            begin, end, after = self._step(1)
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
-        phases: dict[str, OpGraph] = {}
         if evaluation := self._evaluation():
             phases["the evaluation"] = self._graph("infer", *evaluation)
         if self.loaders.longest and len(self.marks) > 3:
             phases[self.loaders.longest] = self._graph("train", self.marks[2], self.marks[3])
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
+
+    def _step(self, number: int) -> tuple[int, int, int | None]:
+        """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
+        marks = self.marks
+        if len(marks) < 2:
+            return self._first_forward(), marks[0], None
+        return marks[number], marks[number + 1], marks[number + 2] if len(marks) > number + 2 else None
+
+    def _evaluates(self, number: int) -> bool:
+        return any(self.marks[number] <= at < self.marks[number + 1] for at in self._evaluated)
 
     def _evaluation(self) -> tuple[int, int] | None:
         """First and last operator of what was computed between the last step of the first epoch and the second epoch."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from perfguard.capture import Answer, Ask, DryRuns
+from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.workload import CapturedTrial
@@ -466,6 +466,28 @@ def test_later_dry_runs_are_short_where_that_counts_the_same_steps(dry: Callable
     bell.heard()
     assert runs.capture(answering({"width": 16, "rate": 0.1}, rate=0.3)).steps == steps
     assert len(bell.heard()) == (21 if breaks else 4)  # the first epoch, and a step of the second
+
+
+def test_a_float_that_changes_the_number_of_steps_is_noticed(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        share = ask("share")
+        train(data=TensorDataset(torch.randn(int(320 * share), 20), torch.zeros(int(320 * share), dtype=torch.int64)))
+
+    runs = dry(objective)
+    assert [runs.capture(answering({"share": share}, share=0.3)).steps for share in (0.5, 1.0)] == [10, 20]
+
+
+def test_trials_that_end_themselves_do_not_end_dry_runs(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        if ask("width") % 4:
+            raise SelfEnded("no such width")
+        train()
+
+    runs = dry(objective)
+    for width in (1, 2, 3):
+        with pytest.raises(SelfEnded):
+            runs.capture(answering({"width": width}))
+    assert runs.capture(answering({"width": 4})).steps == 20
 
 
 def test_a_rate_of_zero_is_another_step(dry: Callable[..., DryRuns]) -> None:

@@ -683,6 +683,66 @@ def test_batches_that_are_on_the_device_are_indexed_there() -> None:
     assert captured.graph.live_bytes_of(StorageKind.INPUT)[0] >= 1000 * 20 * 4
 
 
+def test_batches_that_are_cut_by_hand_have_a_steady_step_however_slow() -> None:
+    """Without a loader, the dry run once ended after its first step, where Adam has no states yet."""
+
+    def objective() -> None:
+        x, model = torch.randn(1000, 20), nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for chosen in torch.arange(1000).split(50):
+            optimizer.zero_grad()
+            model(x[chosen].cuda()).mean().backward()
+            optimizer.step()
+
+    captured = capture(objective, A100, spares=False)
+    assert captured.graph.live_bytes_of(StorageKind.OPTIMIZER_STATE)[0] == 2 * 4 * 63
+
+
+def test_models_of_earlier_folds_are_gone_and_their_steps_are_phases() -> None:
+    def objective() -> None:
+        for batch in (64, 16):
+            model = nn.Linear(20, 3).cuda()
+            fit(model, rows(640, batch=batch), torch.optim.Adam(model.parameters()), epochs=2)
+
+    captured = capture(objective, A100)
+    assert captured.graph.live_bytes_of(StorageKind.PARAMETER)[0] == 4 * 63
+    earlier = captured.phases["a step of stage 1"]
+    assert next(op for op in earlier.ops if op.name == "addmm").shape == (64, 3)
+    assert captured.steps is None  # the stages have other loaders
+
+
+def test_evaluation_within_the_first_steps_is_not_in_each_step() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(rows(640)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+            if number % 100 == 0:
+                evaluate(model, rows(320))
+
+    captured = capture(objective, A100)
+    assert len([op for op in captured.graph.ops if op.name == "addmm"]) == 1
+    assert len([op for op in captured.phases["a step with an evaluation"].ops if op.name == "addmm"]) > 1
+
+
+def test_objective_that_counts_to_a_number_of_steps_ends_there() -> None:
+    def objective() -> None:
+        model, number = nn.Linear(20, 3).cuda(), 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(100):
+            for x, y in rows(3200):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+                optimizer.step()
+                number += 1
+                if number == 30:
+                    return
+
+    assert capture(objective, A100, spares=False).steps == 30
+
+
 class Sentences(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """500 samples of 10 to 99 tokens."""
 
