@@ -241,7 +241,7 @@ def main() -> None:
     console.print(summarize(guarded).table())
     console.print(pruned_table(guarded))
     for what, where in {
-        "best parameters": guarded.best_params,
+        "best parameters": guarded.best_params if math.isfinite(best_of(guarded)) else "no trial has completed",
         "predicted against measured, and what was saved": pictures,
         "verdicts and measurements": log,
         "the report, for a browser": report,
