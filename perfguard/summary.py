@@ -64,10 +64,10 @@ class Summary:
     """Number of pruned ones by the limit that they would break. None: an unknown limit."""
     num_repeated: int
     """Further proposals of rejected configurations, which have no trial of their own."""
-    num_unguarded: int
-    """Launched without a verdict, or against it."""
     sources: Mapping[str, int]
     """Number of judged trials by how it was known what they run: "captured" or "described"."""
+    num_unguarded: int
+    """Launched without a verdict, or against it."""
     why_unguarded: str
     """Reason of the first of those; empty: there is none, or it is unknown."""
     num_interrupted: int

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from perfguard.workload import CapturedTrial
 
 Objective = Callable[[optuna.Trial], float | Sequence[float]]
-DESCRIBES_ITSELF = "The objective describes its step by itself, with guard.trial or a trainer's callback."
+
+
+class SelfDescribed(CaptureError):
+    """The objective describes its step by itself, so what it says counts."""
 
 
 class ObjectiveBuild:
@@ -114,6 +117,6 @@ class DryTrial(optuna.Trial):
 
 
 def refuse_dry_trial(trial: object) -> None:
-    """Raise a CaptureError in the dry run of an objective that describes its step by itself."""
+    """Raise SelfDescribed in the dry run of an objective that describes its step by itself."""
     if isinstance(trial, DryTrial):
-        raise CaptureError(DESCRIBES_ITSELF)
+        raise SelfDescribed("The objective describes its step by itself, with guard.trial.")

@@ -23,7 +23,7 @@ from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import AnyBuild
 from perfguard_optuna.attributes import has_verdict
-from perfguard_optuna.capture import DESCRIBES_ITSELF, Objective, ObjectiveBuild
+from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed
 from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -185,7 +185,7 @@ class GuardedObjective:
         except TooLargeError:  # which is a verdict
             pass
         except CaptureError as error:  # the trial is launched, and the guard says why it is unguarded
-            if isinstance(error, SelfEnded) or str(error) == DESCRIBES_ITSELF:
+            if isinstance(error, (SelfEnded, SelfDescribed)):
                 return None
         return self._captures
 

@@ -184,25 +184,26 @@ class DryRuns:
         """Whether another value of the continuous parameters gives another step. A learning rate does not."""
         if all(found.other is None for found in answers.values()):
             return False
-        order = iter(answers.values())
 
-        def vary(*_: Any) -> Answer:
-            found = next(order)
-            return found if found.other is None else found._replace(value=found.other)
+        def varied(*, spares: bool) -> CapturedTrial | Exception:
+            order = iter(answers.values())
 
-        try:
-            other = self._run(vary, {}, spares=False)
-        except StopIteration:  # it has more parameters then
-            return True
-        if isinstance(other, Exception):
-            return True
-        if other.graph.content_hash != captured.graph.content_hash:
+            def answer(*_: Any) -> Answer:
+                found = next(order)
+                return found if found.other is None else found._replace(value=found.other)
+
+            try:
+                return self._run(answer, {}, spares=spares)
+            except StopIteration as more:  # it has more parameters then
+                return more
+
+        other = varied(spares=False)
+        if isinstance(other, Exception) or other.graph.content_hash != captured.graph.content_hash:
             return True
         if (other.steps, other.unseen) == (captured.steps, captured.unseen):
             self._spares = False
             return False
-        order = iter(answers.values())
-        again = self._run(vary, {}, spares=True)  # is it the other values, or the loaders that were cut at once?
+        again = varied(spares=True)  # is it the other values, or the loaders that were cut at once?
         return isinstance(again, Exception) or again.steps != captured.steps
 
     def _key(self, answers: Mapping[str, Answer]) -> Any:

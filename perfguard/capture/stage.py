@@ -36,31 +36,22 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
+from perfguard.graph.shape_rules import empty_twin
+from perfguard.graph.trace import META
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-META = torch.device("meta")
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
 LoaderEvent = Literal["begins", "asked", "gave", "ended"]
 aten = torch.ops.aten
 
 
-def _placeholder(dtype: torch.dtype) -> bool | float | int:
-    return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-
-
 def _host_values(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros on the host in the shape of ``tensor``. The system hands out no page of them before it is written to."""
-    size = max(tensor.numel() * tensor.element_size(), 1)
-    flat = torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(torch.uint8)[: tensor.numel() * tensor.element_size()]
+    flat = torch.from_numpy(np.zeros(tensor.numel() * tensor.element_size(), dtype=np.uint8))
     return flat.view(tensor.dtype).reshape(tensor.shape)
-
-
-def empty_twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on meta in the place of ``tensor``."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 class HostTensors(TorchDispatchMode):
@@ -209,10 +200,6 @@ class Placement(TorchFunctionMode):
             return source
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
-        elif func is torch.Tensor.__format__ and on_meta:
-            return format(_placeholder(source.dtype), args[1])
-        elif func is torch.Tensor.item and on_meta:
-            return _placeholder(source.dtype)
         place = self._place_of_source if on_meta else self._place
         args = tuple([place(item) for item in args])
         if "device" in kwargs:
@@ -241,7 +228,7 @@ class Placement(TorchFunctionMode):
 
 
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist}
+_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _IS_CUDA = torch.Tensor.is_cuda
 
 
@@ -271,6 +258,18 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
         ) from error
 
 
+def replacing(stack: ExitStack) -> Replace:
+    """Return a function that replaces attributes until ``stack`` closes. One that a version does not have stays missing."""
+
+    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        if hasattr(owner, name):
+            own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+            stack.callback(setattr, owner, name, own)
+            setattr(owner, name, make(own))
+
+    return replace
+
+
 @contextmanager
 def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
@@ -281,13 +280,7 @@ def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterato
             the loader is asked, it may raise StopIteration, or return another batch.
     """
     with ExitStack() as stack:
-
-        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            if hasattr(owner, name):  # else another version
-                own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-                stack.callback(setattr, owner, name, own)
-                setattr(owner, name, make(own))
-
+        replace = replacing(stack)
         replace(nn.Parameter, "__new__", _making_on_meta)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)

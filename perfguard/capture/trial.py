@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.loaders import Loaders
-from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
+from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, replacing, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -97,12 +97,12 @@ class _Watch:
         """Why the objective's end was not seen."""
         self.marks: list[int] = []
         """Number of operators at the end of each step."""
+        self._copies: list[int] = []
+        """Number of tensors copied to the device, likewise."""
         self._stages: list[tuple[int, int, int | None]] = []
         """A step of each earlier optimizer."""
         self._evaluated: list[int] = []
         """Number of operators where a model computed without gradients."""
-        self._copies: list[int] = []
-        """Number of tensors copied to the device, likewise."""
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers."""
         self._stepped: dict[int, int] = {}
@@ -122,14 +122,10 @@ class _Watch:
         stack.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        for owner, name, change in (
-            (torch.optim.Optimizer, "zero_grad", self._as_optimizer),
-            (nn.Module, "zero_grad", self._as_optimizer),
-            (torch.optim.Optimizer, "__init__", self._noting_optimizers),
-        ):
-            own = getattr(owner, name)
-            stack.callback(setattr, owner, name, own)
-            setattr(owner, name, change(own))
+        replace = replacing(stack)
+        replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
+        replace(nn.Module, "zero_grad", self._as_optimizer)
+        replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
         stack.enter_context(self._recorder)
         stack.enter_context(self._host)
         stack.enter_context(self._paths)
@@ -146,7 +142,7 @@ class _Watch:
         is_model = any(True for _ in module.parameters(recurse=not self._depth))
         if self._depth or is_model:
             self._depth += 1
-        kind = "cpu" if self._device.kind == "cpu" else "cuda"
+        kind = self._device.kind
         if torch.is_autocast_enabled(kind) and torch.is_grad_enabled():
             self._precision = f"amp-{_HALF.get(torch.get_autocast_dtype(kind), 'bf16')}"
         if self._depth == 1:
@@ -154,9 +150,10 @@ class _Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
-        if not torch.is_grad_enabled():
+        evaluates = not torch.is_grad_enabled()
+        if evaluates:
             self._evaluated.append(len(self._recorder.ops))
-        self.loaders.begin_forward(is_first=not self._roots, evaluates=not torch.is_grad_enabled())
+        self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
             self._compiled |= is_compiled(module)

@@ -40,21 +40,21 @@ def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in _HALF else tensor.dtype
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """`torch.empty_like` of a dense tensor, which on meta would run Python code."""
+def empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on meta with the shape, strides and dtype of ``tensor``. `torch.empty_like` would run Python code there."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """`torch.empty_like` of a tensor on meta."""
-    return _like(tensor) if _is_dense(tensor) else torch.empty_like(tensor)
+    return empty_twin(tensor) if _is_dense(tensor) else torch.empty_like(tensor)
 
 
 def _elementwise(*tensors: Any) -> Any:
     first = tensors[0]
     if not first.dtype.is_floating_point or not _is_dense(first) or not _alike(first, *tensors[1:]):
         return NotImplemented
-    return _like(first)
+    return empty_twin(first)
 
 
 def _unary(x: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -98,7 +98,7 @@ def _list(tensors: Sequence[torch.Tensor], *others: Any, **_: Any) -> Any:
         return NotImplemented
     if any(isinstance(other, (list, tuple)) and not all(map(_alike, tensors, other)) for other in others):
         return NotImplemented
-    return [_like(tensor) for tensor in tensors]
+    return [empty_twin(tensor) for tensor in tensors]
 
 
 def _lists_fit(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
@@ -114,7 +114,7 @@ def _batch_norm(
     if not training or not _is_dense(x) or weight is None:
         return NotImplemented
     dtype = _statistics_dtype(x)
-    return _like(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
+    return empty_twin(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
 
 
 def _batch_norm_backward(
@@ -123,7 +123,7 @@ def _batch_norm_backward(
 ) -> Any:  # fmt: skip
     if not train or weight is None or not all(output_mask) or not _is_dense(x) or not _alike(x, grad):
         return NotImplemented
-    return _like(x), _like(weight), _like(weight)
+    return empty_twin(x), empty_twin(weight), empty_twin(weight)
 
 
 def _layer_norm(x: torch.Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
@@ -141,7 +141,7 @@ def _layer_norm_backward(
 ) -> Any:  # fmt: skip
     if weight is None or bias is None or not all(output_mask) or not x.is_contiguous() or not _alike(x, grad):
         return NotImplemented
-    return _empty(x.shape, x.dtype), _like(weight), _like(bias)
+    return _empty(x.shape, x.dtype), empty_twin(weight), empty_twin(bias)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:

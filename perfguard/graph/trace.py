@@ -26,6 +26,7 @@ from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.graph.shape_rules import empty_twin
 from perfguard.pytorch import (
     compiled_parts,
     function_inside,
@@ -473,7 +474,7 @@ def model_on_meta(workload: Workload) -> nn.Module:
     if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
         return model
     try:
-        twins: dict[int, Any] = {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model)}
+        twins: dict[int, Any] = {id(tensor): _twin_of(tensor) for tensor in _tensors_of(model)}
         model = copy.deepcopy(model, twins)
         _rebind_compiled_methods(model, twins)
     except Exception as error:
@@ -505,7 +506,7 @@ def loss_on_meta(workload: Workload) -> Any:
         raise WorkloadError(f"Workload.loss must be called as loss(output, targets), but got the class {name}. Give {name}().")
     if not isinstance(workload.loss, nn.Module):
         return workload.loss
-    return copy.deepcopy(workload.loss, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(workload.loss)})
+    return copy.deepcopy(workload.loss, {id(tensor): _twin_of(tensor) for tensor in _tensors_of(workload.loss)})
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -515,12 +516,12 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
         yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
 
 
-def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, _LAZY):  # it has no shape yet
         make: Callable[..., torch.Tensor] = type(tensor)
         grad = {"requires_grad": tensor.requires_grad} if isinstance(tensor, UninitializedParameter) else {}
         return make(device=META, dtype=tensor.data.dtype, **grad)
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    twin = empty_twin(tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)
@@ -531,7 +532,7 @@ def batch_on_meta(value: Any, workload: Workload) -> Any:
 
     def on_meta(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return _cast(torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META), workload)
+            return _cast(empty_twin(leaf), workload)
         if isinstance(leaf, TensorSpec):
             return _cast(torch.empty(leaf.shape, dtype=_dtype_named(leaf.dtype), device=META), workload)
         return leaf
