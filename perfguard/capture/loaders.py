@@ -77,9 +77,9 @@ class Loaders:
         self.first_ended_at: int | None = None
         """Number of operators where the second epoch begins. None: there is none."""
         self.longest = ""
-        """Name of the longest batch, of which a fourth step is made. Empty: all are alike, as far as one can see."""
-        self._longest_batches: list[Any] = []
-        """Batches of that step that are still to be given."""
+        """Name of the longest batch, of which a step is made after the third. Empty: all are alike, as far as one can see."""
+        self._longest_batches: list[Any] | None = None
+        """Batches of that step that are still to be given. None: it was not looked for yet."""
 
     @property
     def may_spare(self) -> bool:
@@ -121,10 +121,10 @@ class Loaders:
         return None
 
     def _longest_batch(self, loader: Any) -> Any:
-        if len(self._used) == 3 and not self._longest_batches:
+        if self._longest_batches is None and len(self._used) >= 3:
             self.longest, batch = longest_batch(loader)
             self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
-        return self._longest_batches.pop() if self._longest_batches and len(self._used) == 3 else None
+        return self._longest_batches.pop() if self._longest_batches else None
 
     def _shows_nothing_new(self, latest: _Pass) -> bool:
         if not latest.feeds:

@@ -225,7 +225,7 @@ class _Watch:
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
             return
-        if len(self.marks) < 4:  # what is left behind later is in no step that is looked at
+        if len(self.marks) < 5:  # what is left behind later is in no step that is looked at
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
@@ -270,8 +270,10 @@ class _Watch:
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         if evaluation := self._evaluation():
             phases["the evaluation"] = self._graph("infer", *evaluation)
-        if self.loaders.longest and len(self.marks) > 3:
-            phases[self.loaders.longest] = self._graph("train", self.marks[2], self.marks[3])
+        if self.loaders.longest and len(self.marks) > 3:  # a trainer that fetches ahead runs it one step later
+            spans = zip(self.marks[2:4], self.marks[3:5], strict=False)
+            steps_after = [self._graph("train", begin, end) for begin, end in spans]
+            phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
 

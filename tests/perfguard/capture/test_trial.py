@@ -757,7 +757,18 @@ def padded(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch
     return nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
 
 
-def test_the_longest_batch_is_a_phase_of_its_own() -> None:
+def ahead(loader: Any) -> Iterator[Any]:
+    """Fetch a batch before the last one is used, as Accelerate does."""
+    batches = iter(loader)
+    current = next(batches)
+    for following in batches:
+        yield current
+        current = following
+    yield current
+
+
+@pytest.mark.parametrize("fetch", [iter, ahead])
+def test_the_longest_batch_is_a_phase_of_its_own(fetch: Callable[[Any], Iterator[Any]]) -> None:
     """Where samples vary in length, the batch that the loader happens to give first says little of what memory must hold."""
 
     def objective() -> None:
@@ -765,7 +776,7 @@ def test_the_longest_batch_is_a_phase_of_its_own() -> None:
         model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 2)).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            for tokens, labels in DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=padded):
+            for tokens, labels in fetch(DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=padded)):
                 optimizer.zero_grad()
                 F.cross_entropy(model(tokens.cuda()).mean(1), labels.cuda()).backward()
                 optimizer.step()
