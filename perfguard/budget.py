@@ -223,11 +223,14 @@ class Budget:
         }
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
-    def cannot_bind(self, workload: AnyWorkload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
+    def cannot_bind(
+        self, workload: AnyWorkload, *, knows_time: bool = False, knows_energy: bool = True, ends: bool = False
+    ) -> Iterator[tuple[str, str]]:
         """The name of each budget that cannot be checked for ``workload``, and a sentence on what is missing.
 
         Args:
             workload: what the trial runs.
+            knows_time: whether the time of the trial is predicted, though the workload has no steps.
             knows_energy: whether the energy of inference is predicted.
             ends: whether the study itself has an end that the trial must not outlast.
         """
@@ -235,10 +238,12 @@ class Budget:
         unseen = getattr(workload, "unseen", None)  # of a captured trial
         why = unseen or "the loaders do not say how many there are"
         steps = "Give Workload(..., steps=...)." if unseen is None else f"The dry run did not see them: {why}."
-        if (self.trial_time_s is not None or ends) and workload.steps is None:
+        steps += f" They follow from {'epochs=..., or from ' if workload.steps_per_epoch else ''}the first trial that finishes."
+        knows_time |= workload.steps is not None
+        if (self.trial_time_s is not None or ends) and not knows_time:
             name = "time_budget" if self.trial_time_s is not None else "within_timeout"
             yield name, f"{name} needs the number of steps of a trial. {steps}"
-        if self.cost is not None and workload.steps is None:
+        if self.cost is not None and not knows_time:
             yield "cost_budget", f"cost_budget needs the number of steps of a trial. {steps}"
         if self.epoch_time_s is not None and infers:
             yield "epoch_time_budget", "epoch_time_budget limits training, but the workload has mode='infer'. Leave it out."

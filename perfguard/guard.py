@@ -36,6 +36,7 @@ from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
 from perfguard.rejections import Rejections
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
+from perfguard.steps import Steps, steps_of_finished
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
 from perfguard.workload import AnyWorkload, CapturedTrial, Workload
 
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         energy_budget: int | float | str | None
         cost_budget: int | float | str | None
         price_per_hour: int | float | str | None
+        epochs: int | str | None
         risk: float
         on_violation: OnViolation
         remedies: Sequence[Remedy]
@@ -93,13 +95,17 @@ class Guard:
         memory_budget: the most memory. A text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the
             device. A number of bytes below 1 MiB is refused. On a GPU, a budget is also refused if the driver's context alone
             exceeds it.
-        time_budget: seconds of the whole trial, or a text such as "2h". Needs ``Workload(steps=...)``.
+        time_budget: seconds of the whole trial, or a text such as "2h". It needs the steps of a trial. They are those of the
+            Workload or of the dry run, else those that follow from ``epochs``. Else they are estimated from the study's finished
+            trials, with a wider interval.
         epoch_time_budget: seconds of an epoch. Needs ``Workload(steps_per_epoch=...)``.
         step_time_budget: the most time of one step. Seconds, or a text such as "250ms".
         latency_budget: seconds of one batch of inference.
         energy_budget: joules of one batch of inference, or a text such as "250mJ". It needs a predictor that knows energy.
-        cost_budget: dollars of the whole trial, or a text such as "$2". Needs ``Workload(steps=...)`` and ``price_per_hour``.
+        cost_budget: dollars of the whole trial, or a text such as "$2". Needs what ``time_budget`` needs, and ``price_per_hour``.
         price_per_hour: dollars of an hour on the device, for ``cost_budget``.
+        epochs: epochs of a trial, or the name of the hyperparameter that holds them. They count where the steps of an epoch are
+            known, and those of the trial are not. None: unknown.
         risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
             the limit are lost. Near 1, none is lost, but some crash.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
@@ -131,6 +137,7 @@ class Guard:
         energy_budget: int | float | str | None = None,
         cost_budget: int | float | str | None = None,
         price_per_hour: int | float | str | None = None,
+        epochs: int | str | None = None,
         risk: float = DEFAULT_RISK,
         on_violation: OnViolation = "prune",
         remedies: Sequence[Remedy] = ("accumulation",),
@@ -144,6 +151,9 @@ class Guard:
 
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
+        if not (epochs is None or isinstance(epochs, str) or (type(epochs) is int and epochs >= 1)):
+            raise ConfigurationError(f"epochs must be at least 1, or the name of a hyperparameter, but got {epochs!r}.")
+        self.epochs = epochs
         self.on_violation = on_violation
         self.remedies = check_remedies(remedies)
         self.risk = check_risk(risk)
@@ -229,15 +239,25 @@ class Guard:
             return workload.graph
         return self._traces.trace(workload, target=self.device)
 
-    def predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+    def with_steps(self, workload: AnyWorkload, params: Mapping[str, Any]) -> AnyWorkload:
+        """Return ``workload`` with the steps that ``epochs`` makes of those of an epoch, if it does not know its own."""
+        epochs = params.get(self.epochs) if isinstance(self.epochs, str) else self.epochs
+        if epochs is None or workload.steps is not None or workload.steps_per_epoch is None:
+            return workload
+        return replace(workload, steps=max(1, round(epochs * workload.steps_per_epoch)))
+
+    def predict(self, graph: OpGraph, *, steps: int | None = None, steps_log_sigma: float = 0.0) -> Prediction:
         """The prediction for ``graph``, as unsure as the log shows it to be, and never below what a reading can be.
 
         Args:
             graph: one step.
             steps: steps of the whole trial. None: unknown.
+            steps_log_sigma: standard deviation of their logarithm. 0: they are known.
         """
         with self._lock:
             prediction = self.predictor.predict(graph, self.device, steps=steps).widened(self._assessment.widening)
+        total_time = prediction.total_time
+        prediction = replace(prediction, total_time=total_time and total_time.scaled(1.0, log_sigma=steps_log_sigma))
         return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
 
     def judge(
@@ -247,6 +267,7 @@ class Guard:
         *,
         threshold: float,
         steps: int | None = None,
+        steps_log_sigma: float = 0.0,
         phases: Mapping[str, OpGraph] = MappingProxyType({}),
     ) -> Verdict:
         """Return "launch" if each limit holds with the chance 1 - ``threshold``, else "prune". Nothing is logged.
@@ -259,12 +280,13 @@ class Guard:
             limits: the limits beside a prediction, see :meth:`perfguard.Budget.limits`.
             threshold: the accepted chance of breaking a limit, in (0, 1).
             steps: steps of the whole trial. None: unknown.
+            steps_log_sigma: standard deviation of their logarithm. 0: they are known.
             phases: other phases of the trial, whose memory counts if it is larger.
         """
         capacity_bytes = self.budget.capacity_bytes(self.device)
         least = graph if isinstance(graph, LeastMemory) else LeastMemory.of(graph, self.device)
         if not isinstance(graph, LeastMemory) and least.num_bytes <= HOPELESS * capacity_bytes:
-            prediction = self.predict(graph, steps=steps)
+            prediction = self.predict(graph, steps=steps, steps_log_sigma=steps_log_sigma)
             largest = ""
             for name, phase in phases.items():
                 other = self.predict(phase)
@@ -339,6 +361,10 @@ class Guard:
         time_left_s: float | None = None,
     ) -> Verdict:
         """The verdict on ``workload`` as it is proposed. ``threshold`` of None: what the risk budget has left."""
+        steps, per_epoch = workload.steps and Steps(workload.steps), workload.steps_per_epoch
+        is_limited = self.budget.longest_trial_s is not None or time_left_s is not None
+        if is_limited and not steps:
+            steps = steps_of_finished(self._assessment.observations, study=self._study, steps_per_epoch=per_epoch)
         with gc_paused():  # a trace makes many small objects, and collecting them between takes longer than the trace
             subject: OpGraph | LeastMemory
             try:
@@ -349,10 +375,16 @@ class Guard:
                 subject,
                 self._limits_of(workload, time_left_s),
                 threshold=self.threshold if threshold is None else threshold,
-                steps=workload.steps,
+                steps=steps and steps.number,
+                steps_log_sigma=steps.log_sigma if steps else 0.0,
                 phases=workload.phases if isinstance(workload, CapturedTrial) else {},
             )
             verdict = replace(verdict, source="captured" if isinstance(workload, CapturedTrial) else "described")
+        if steps:
+            verdict = replace(verdict, remark=steps.remark)
+        if is_limited and per_epoch:  # from which later trials know what an epoch was
+            epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
+            verdict = replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
         if verdict.prediction is not None and not verdict.prediction.trained_on_device:
             self.warn_once(
                 UntrainedDeviceWarning,
@@ -377,11 +409,12 @@ class Guard:
             return verdict, workload
         if self.on_violation == "warn":
             return self._overrule(verdict), workload
-        if isinstance(workload, CapturedTrial):
-            return replace(verdict, remark="a captured trial cannot be repaired: that needs `build`"), workload
-        found = find_repair(self._fits, workload, self.remedies, self.device)
+        found = find_repair(self._fits, workload, self.remedies, self.device) if isinstance(workload, Workload) else None
         if found is None:
-            return replace(verdict, remark=f"no remedy of {', '.join(self.remedies)} helps"), workload
+            why = f"no remedy of {', '.join(self.remedies)} helps"
+            if isinstance(workload, CapturedTrial):
+                why = "a captured trial cannot be repaired: that needs `build`"
+            return replace(verdict, remark="; ".join(filter(None, (verdict.remark, why)))), workload
         repair, repaired = found
         with checkpointing(repaired.model, on=repair.checkpointing):
             after = self._judge(repaired, threshold=self.risk)
@@ -398,7 +431,8 @@ class Guard:
             ConfigurationError: if there is one, and the guard is strict.
         """
         knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
-        unchecked = dict(self.budget.cannot_bind(workload, knows_energy=knows_energy, ends=ends))
+        knows_time = "time" in verdict.predicted
+        unchecked = dict(self.budget.cannot_bind(workload, knows_time=knows_time, knows_energy=knows_energy, ends=ends))
         if self.strict and unchecked:
             raise ConfigurationError(" ".join(unchecked.values()))
         return unchecked
@@ -443,7 +477,7 @@ class Guard:
             workload: AnyWorkload | None = None
             try:
                 with too_large_named():
-                    workload = make_workload()
+                    workload = self.with_steps(make_workload(), params or {})
             except TooLargeError as error:  # a tensor that it makes is larger than any memory
                 least, accepted = LeastMemory.behind(error, self.device), self.threshold if threshold is None else threshold
                 verdict = self.judge(least, self._limits_of(None, time_left_s), threshold=accepted)

@@ -244,6 +244,7 @@ def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, d
     predicted = {} if verdict is None else verdict.predicted
     names: dict[Target, Quantity] = {"memory": "memory", "time": "step_time"}
     widening = {target: columns[f"{name}_widening"] for target, name in names.items()}
+    step_time, epoch_time = predicted.get("step_time"), predicted.get("epoch_time")
     return Observation(
         graph,
         device,
@@ -254,6 +255,7 @@ def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, d
         decision_id=decision.decision_id,
         recorded_at_ns=run.recorded_at_ns,
         study=decision.study,
+        steps_per_epoch=epoch_time.median / step_time.median if step_time and epoch_time else None,
     )
 
 

@@ -215,6 +215,8 @@ class Observation:
     """Time of logging since 1970; 0: it is not logged."""
     study: str = ""
     """The study that launched it; empty: none is known."""
+    steps_per_epoch: float | None = None
+    """Steps of an epoch of it; None: unknown."""
 
     def measured(self, target: Target) -> float | None:
         """Bytes at the peak, or seconds of a step; None if it was not measured, or cannot be (not positive, not finite)."""

@@ -32,7 +32,7 @@ from perfguard.exceptions import (
     warn_user,
 )
 from perfguard.guard import Guard, as_workload
-from perfguard.measure import Measurement, Run, Status, status_of
+from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.rejections import Rejection
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
@@ -249,7 +249,7 @@ class OptunaGuard:
             decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
             return self._keep(study, trial, decision, params.given)
         try:
-            workload = build_watched(build, params)
+            workload = self.guard.with_steps(build_watched(build, params), params)
         except Exception as error:
             if is_missing_parameter(error, params.given):
                 known.missing = {error.args[0]}
@@ -520,7 +520,7 @@ class OptunaGuard:
         if known is None:
             return None
         was_pruned = isinstance(error, optuna.TrialPruned)
-        note = f"{type(error).__name__}: {error}"[:200] if error is not None and not was_pruned else ""
+        note = CUT_SHORT if was_pruned else f"{type(error).__name__}: {error}"[:200] if error is not None else ""
         return self._end(study, known, "ok" if was_pruned else status_of(error), note, was_cut_off=was_pruned)
 
     def end_abandoned(self, study: optuna.Study) -> None:
@@ -532,6 +532,7 @@ class OptunaGuard:
         ended = next((trial for trial in trials if trial.number == known.trial.number), None)
         status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
         note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
+        note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
         self._end(study, known, status, note, was_cut_off=True, at_last_step=True)
 
     def _end(

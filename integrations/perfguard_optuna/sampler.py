@@ -250,7 +250,7 @@ class PerfGuardSampler(BaseSampler):
                 return _Proposal(drawn, params, search_space, rejection=rejection.verdict)
             workload: AnyWorkload | None = None
             try:
-                workload = build_watched(build, params)
+                workload = self.guard.guard.with_steps(build_watched(build, params), params)
                 missing = params.missing
             except Exception as error:
                 # Any other error may mean a missing parameter, too. If it does not, the guard warns when it judges the trial.

@@ -14,13 +14,14 @@ from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError
 from ray.tune import Callback, Trainable
 from ray.tune.experiment import Trial
-from ray.tune.result import RESULT_DUPLICATE
+from ray.tune.result import DONE, RESULT_DUPLICATE
+from ray.tune.utils import flatten_dict
 from rich.console import Console
 
 from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
 from perfguard.exceptions import ConfigurationError
-from perfguard.measure import Measurement, Run, Status, status_of
+from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.pace import Pace
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
@@ -231,6 +232,8 @@ class PerfGuardCallback(Callback):
             return
         report = _report_in(result)
         entry.report = report or entry.report
+        # A function that returns sends no such result. Of a class that says itself that it is done, this cannot be known.
+        entry.cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
         not_measured = self.ledger.why_not_measured(entry)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:
@@ -267,7 +270,7 @@ class PerfGuardCallback(Callback):
         for trial in trials:
             entry = self.ledger.entries.get(trial.trial_id)
             if entry is not None and trial.status == Trial.TERMINATED:
-                note = "stopped with the experiment"
+                note = f"{CUT_SHORT}: stopped with the experiment"
                 if entry.report:
                     self._finish(trial, note)
                 else:
@@ -283,6 +286,7 @@ class PerfGuardCallback(Callback):
     def _finish(self, trial: Trial, note: str = "") -> None:
         entry = self.ledger.entries.get(trial.trial_id)
         stopped = entry is not None and entry.stopped
+        note = CUT_SHORT if entry is not None and entry.cut_short else note
         self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
 
 

@@ -18,7 +18,7 @@ from ray.tune.utils import flatten_dict
 
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
-from perfguard.measure import Measurement, Status
+from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision, Verdict
@@ -58,6 +58,8 @@ class Entry:
     earlier_steps: int = 0
     stopped: bool = False
     """Whether it was stopped because its measured pace broke the time budget."""
+    cut_short: bool = False
+    """Whether the scheduler stopped it."""
 
     @property
     def rejected(self) -> bool:
@@ -213,7 +215,8 @@ class Ledger:
         hidden = why_hidden(config)
         if hidden:
             raise ConfigurationError(hidden)
-        return self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
+        made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
+        return self.guard.with_steps(made, flatten_dict(dict(config)))
 
     def _trace_key(self, digest: str, make_workload: functools._lru_cache_wrapper[AnyWorkload]) -> Hashable:
         """Key of a configuration in the guard's memory: everything that its verdict depends on.
@@ -237,12 +240,12 @@ class Ledger:
         change = self.changes.pop(trial_id, None)
         hidden = "" if entry is None else why_hidden(entry.config)
         if change is not None and _equal(change.config, config):
-            self.finish(trial_id, "ok")
+            self.finish(trial_id, "ok", note=CUT_SHORT)
             entry = self.entries[trial_id] = change
         elif entry is not None and not _equal(entry.config, config):
             if hidden:  # Tune has filled the value in since, so the trial gets a verdict with numbers instead
                 self.superseded.add(entry.decision.id)
-            self.finish(trial_id, "ok")
+            self.finish(trial_id, "ok", note=CUT_SHORT)
             entry = None
         if entry is None:
             entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial, hidden)

@@ -21,6 +21,8 @@ it cost what it cost."""
 Confidence = Literal["high", "medium", "low"]
 NOT_A_NUMBER = "{} was {}"
 """Note of a measurement with a NaN or infinite reading: the field's name, and the value."""
+CUT_SHORT = "cut short"
+"""Note of a measurement of a trial that the tuner stopped: it would have made more steps."""
 
 
 @dataclass(frozen=True, slots=True)

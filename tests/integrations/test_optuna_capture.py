@@ -497,6 +497,90 @@ def test_steps_are_those_of_the_loop_and_not_of_its_loader(way: str) -> None:
     assert captured(objective).steps == 25
 
 
+# --- Steps that a dry run does not see ------------------------------------------------------------------------------------------
+
+
+def dies_in_its_dry_run(trial: optuna.Trial) -> float:
+    """Where losses are 0, it fails after its first epoch: the steps of an epoch are seen, and those of the trial are not."""
+    loader = DataLoader(torch.randn(64, 512), trial.suggest_categorical("batch_size", [8, 16]))  # type: ignore[arg-type,var-annotated]
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(trial.suggest_int("epochs", 1, 10**9)):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+        trial.report(1 / loss.item(), epoch)
+        if trial.suggest_categorical("pruned", [False, True]) and epoch == 1:
+            raise optuna.TrialPruned
+    return 0.0
+
+
+def run_enqueued(objective: Objective, trials: Sequence[dict[str, Any]], **settings: Any) -> list[Any]:
+    study = study_of()
+    for params in trials:
+        study.enqueue_trial(params)
+    study.optimize(perfguard_optuna.guarded(objective, gpu="cpu", log=False, **settings), n_trials=len(trials))
+    return [record_of(trial) for trial in study.trials]
+
+
+def test_time_budget_of_an_endless_loader_follows_from_the_trials_that_finish() -> None:
+    """The first trial is not checked. One of a thousand times the work is never launched after it."""
+
+    def objective(trial: optuna.Trial) -> float:
+        size = trial.suggest_categorical("batch_size", [8, 8192])
+        batches = endless(DataLoader(torch.randn(8192, 512), size))  # type: ignore[arg-type]
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(1, 41):
+            optimizer.zero_grad()
+            loss = model(next(batches)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if number % 10 == 0:
+                trial.report(1 / loss.item(), number)
+        return 0.0
+
+    with pytest.warns(
+        UnguardedTrialWarning, match="time_budget needs the number of steps .* did not see them: ZeroDivisionError"
+    ):
+        first, second, large = run_enqueued(objective, [{"batch_size": n} for n in (8, 8, 8192)], time_budget="1s")
+    assert "time" not in first.predicted
+    assert second.verdict.action == "launch"
+    assert second.predicted["time"].log_sigma > 0.4  # one trial says the steps up to a factor of two
+    assert second.reason.endswith("steps: about 40, from 1 finished trial")
+    assert large.is_pruned
+    assert large.broken_limit == "time"
+    assert "from 2 finished trials" in large.reason
+
+
+def test_epochs_let_the_first_trial_be_checked() -> None:
+    trials = [{"batch_size": 8, "epochs": epochs, "pruned": False} for epochs in (10**9, 2)]
+    long, short = run_enqueued(dies_in_its_dry_run, trials, time_budget="1min", epochs="epochs")
+    assert (long.is_pruned, long.broken_limit) == (True, "time")
+    assert short.verdict.action == "launch"
+    assert short.predicted["time"].median / short.predicted["epoch_time"].median == pytest.approx(2.0, rel=0.5)
+
+
+def test_trial_that_a_pruner_has_stopped_does_not_say_how_long_others_are() -> None:
+    trials = [{"batch_size": 8, "epochs": 4, "pruned": pruned} for pruned in (True, False, False)]
+    with pytest.warns(UnguardedTrialWarning, match="They follow from epochs=..., or from the first trial that finishes"):
+        stopped, first, second = run_enqueued(dies_in_its_dry_run, trials, time_budget="1h")
+    assert "time" not in stopped.predicted
+    assert "time" not in first.predicted
+    assert second.reason.endswith("steps: about 32, from 1 finished trial")
+
+
+def test_misspelt_name_of_the_epochs_is_corrected() -> None:
+    trials = [{"batch_size": 8, "epochs": 2, "pruned": False}] * 2
+    with (
+        pytest.warns(UnguardedTrialWarning, match=r"reads 'epoch' \(did you mean 'epochs'\?\)"),
+        pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps"),
+    ):
+        run_enqueued(dies_in_its_dry_run, trials, time_budget="1h", epochs="epoch")
+
+
 def test_checkpoint_that_a_trial_saves_can_be_read_back_in_its_dry_run(tmp_path: Path) -> None:
     """The best model is often saved in each epoch, and read after the last. Nothing of it is on the disk."""
 

@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 from ray import tune
+from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 
@@ -70,6 +71,26 @@ class Train(tune.Trainable):
         return {"loss": 1.0, "done": self.iteration >= 2}
 
 
+def train_without_end(config: dict[str, Any]) -> None:
+    """Where losses are 0, it fails after its first report, so a dry run does not see its steps."""
+    model = nn.Linear(64, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(32, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+        tune.report({"loss": 1 / loss.item()})
+
+
+class StopFirst(FIFOScheduler):
+    """Stops the first trial at its first report."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        return str(self.STOP if trial.config["number"] == 0 else self.CONTINUE)
+
+
 @ray.remote
 def elsewhere() -> None: ...
 
@@ -112,6 +133,17 @@ def test_a_searcher_is_guarded_and_its_resources_come_from_predictions(tmp_path:
     assert [file.name for file in tmp_path.glob("ran-*")] == [f"ran-{SMALL}"]
     assert all(result.metrics["perfguard/peak_memory_bytes"] > 0 for result in results)
     assert perfguard_ray.summarize(guarded).num_measured == 3
+
+
+def test_steps_come_from_the_trials_that_the_scheduler_let_finish(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train_without_end, gpu="cpu", log=False, time_budget="1h", predictor=ReplayPredictor())
+    space = {"number": tune.grid_search([0, 1, 2])}
+    with pytest.warns(UnguardedTrialWarning, match="did not see them: ZeroDivisionError"):
+        fit(guarded, tmp_path, space, scheduler=StopFirst(), max_concurrent_trials=1)
+    stopped, whole, last = guarded.perfguard.ledger.records()
+    assert [stopped.note, whole.note, last.note] == ["cut short", "", ""]
+    assert ["time" in record.predicted for record in (stopped, whole, last)] == [False, False, True]
+    assert last.reason.endswith("steps: about 12, from 1 finished trial")
 
 
 def test_what_cannot_be_dry_run_is_launched_with_the_cause(tmp_path: Path) -> None:
