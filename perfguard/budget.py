@@ -224,13 +224,13 @@ class Budget:
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
     def cannot_bind(
-        self, workload: AnyWorkload, *, knows_time: bool = False, knows_energy: bool = True, ends: bool = False
+        self, workload: AnyWorkload, *, knows_time: bool, knows_energy: bool = True, ends: bool = False
     ) -> Iterator[tuple[str, str]]:
         """The name of each budget that cannot be checked for ``workload``, and a sentence on what is missing.
 
         Args:
             workload: what the trial runs.
-            knows_time: whether the time of the trial is predicted, though the workload has no steps.
+            knows_time: whether the time of the trial is predicted.
             knows_energy: whether the energy of inference is predicted.
             ends: whether the study itself has an end that the trial must not outlast.
         """
@@ -239,7 +239,6 @@ class Budget:
         why = unseen or "the loaders do not say how many there are"
         steps = "Give Workload(..., steps=...)." if unseen is None else f"The dry run did not see them: {why}."
         steps += f" They follow from {'epochs=..., or from ' if workload.steps_per_epoch else ''}the first trial that finishes."
-        knows_time |= workload.steps is not None
         if (self.trial_time_s is not None or ends) and not knows_time:
             name = "time_budget" if self.trial_time_s is not None else "within_timeout"
             yield name, f"{name} needs the number of steps of a trial. {steps}"

@@ -380,8 +380,7 @@ class Guard:
                 phases=workload.phases if isinstance(workload, CapturedTrial) else {},
             )
             verdict = replace(verdict, source="captured" if isinstance(workload, CapturedTrial) else "described")
-        if steps:
-            verdict = replace(verdict, remark=steps.remark)
+        verdict = replace(verdict, remark=steps.remark if steps else "")
         if is_limited and per_epoch:  # from which later trials know what an epoch was
             epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
             verdict = replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})

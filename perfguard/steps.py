@@ -36,21 +36,20 @@ def steps_of_finished(runs: Sequence[Observation], *, study: str, steps_per_epoc
     distribution with its sigma, sigma ** -k. The result has the mean and the variance of the mixture.
 
     Args:
-        runs: measured runs of the device. Those that were cut short are left out: they would have made more steps.
+        runs: of the device. Those that were cut short are left out, because they would have made more steps.
         study: the study of the trial. Empty: none, so nothing is known.
         steps_per_epoch: of the next trial. None: unknown.
     """
-    finished = [
+    runs = [
         run
         for run in runs
         if study and run.study == study and run.measurement.status == "ok" and run.measurement.num_steps
         if CUT_SHORT not in run.measurement.note
     ]
-    if not (number := len(finished)):
+    if not (number := len(runs)):
         return None
-    logs = [math.log(run.measurement.num_steps) for run in finished]
-    known = ((run.steps_per_epoch, steps_per_epoch) for run in finished)
-    ratios = [math.log(now / then) if then and now else 0.0 for then, now in known]
+    logs = [math.log(run.measurement.num_steps) for run in runs]
+    ratios = [math.log(steps_per_epoch / run.steps_per_epoch) if steps_per_epoch and run.steps_per_epoch else 0.0 for run in runs]
     (in_steps, sigma), (in_epochs, other) = _next_of(logs), _next_of([a + b for a, b in zip(logs, ratios, strict=True)])
     share = 1 / (1 + math.exp(min(700.0, number * math.log(other / sigma))))  # of epochs
     mean = in_steps + share * (in_epochs - in_steps)

@@ -139,7 +139,13 @@ def test_steps_come_from_the_trials_that_the_scheduler_let_finish(tmp_path: Path
     guarded = perfguard_ray.guarded(train_without_end, gpu="cpu", log=False, time_budget="1h", predictor=ReplayPredictor())
     space = {"number": tune.grid_search([0, 1, 2])}
     with pytest.warns(UnguardedTrialWarning, match="did not see them: ZeroDivisionError"):
-        fit(guarded, tmp_path, space, scheduler=StopFirst(), max_concurrent_trials=1)
+        fit(
+            guarded,
+            tmp_path,
+            space,
+            scheduler=StopFirst(),  # type: ignore[no-untyped-call]
+            max_concurrent_trials=1,
+        )
     stopped, whole, last = guarded.perfguard.ledger.records()
     assert [stopped.note, whole.note, last.note] == ["cut short", "", ""]
     assert ["time" in record.predicted for record in (stopped, whole, last)] == [False, False, True]
