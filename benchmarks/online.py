@@ -3,7 +3,7 @@
     python benchmarks/online.py TABLE... --cache .perfguard-cache [--rows 400] [--seeds 3] [--only NAME]
 
 For each scenario GuardNet's weights for the quantity in question are trained without the rows in question, and kept in the
-cache: the forests of memory, or the two clocks. What GuardNet then answers for their graphs, as it would be served, is streamed
+cache: the forests of memory, or the step times. What GuardNet then answers for their graphs, as it would be served, is streamed
 through the product's own loop: predict, widen, log, teach (`perfguard.learning.Learner`), and every 25 rows an update by
 `tune_weights`. Each row is predicted before it is learnt; beside the stream a fixed set of other rows, from anywhere in the
 table, is judged now and then. "Weights that know the like" have learnt from four fifths of all rows (the random split). The
@@ -39,19 +39,18 @@ from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.verdict import Verdict
 from perfguard_models.calibration import Calibration
+from perfguard_models.graph_network import PathTimes
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.raw_prediction import RawPrediction, Weights
-from perfguard_models.summary import NOTHING, Summary
+from perfguard_models.step_time import StepTime
 from perfguard_models.trained import FittedModel, read_trained, write_trained
-from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_research.dataset import Run, dataset_of, graphs_of
 from perfguard_research.leaderboard import predictions
 from perfguard_research.learners import identity_of, learner_class
-from perfguard_research.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
-LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": TwoClocks.name}
+LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": StepTime.name}
 """GuardNet's weights for GPUs, by quantity."""
 WEIGHTS = files("perfguard_models") / "weights"
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
@@ -82,8 +81,8 @@ class Streamed(NamedTuple):
     """In the order of the table."""
     known: list[Row]
     """Of the same GPU, which the weights have seen."""
-    summary: Summary
-    """Others of those, as weights ship with them."""
+    step_time: StepTime
+    """What the weights say of times comes from it, and is fine-tuned."""
 
 
 class Scenario(NamedTuple):
@@ -125,18 +124,19 @@ class HeldOut(Weights):
 
     version = "held out"
 
-    def __init__(self, rows: Sequence[Row], summary: Summary) -> None:
+    def __init__(self, rows: Sequence[Row], learner: StepTime) -> None:
         self._rows = rows
-        self._summary = summary
+        self._learner = learner
+
+    @property
+    def step_time(self) -> StepTime:
+        return self._learner
 
     def trained_on(self, device: Device) -> bool:
         return False
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         return True
-
-    def summary(self, device: Device, target: str) -> Summary:
-        return self._summary.of(self._rows[0].run.gpu) if target == "memory" else NOTHING
 
     def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
         none = np.zeros((1, 0))
@@ -189,7 +189,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     generator = random.Random(seed + 1)
 
     def make() -> GuardNet:
-        return GuardNet(dict.fromkeys(("cpu", "cuda"), HeldOut(rows, streamed.summary)))
+        return GuardNet(dict.fromkeys(("cpu", "cuda"), HeldOut(rows, streamed.step_time)))
 
     seen_by_all = [index for index in judged if math.isfinite(rows[index].by_all)]
     of_all = [relative(rows[index].by_all, rows[index].run, target) for index in seen_by_all]
@@ -309,25 +309,25 @@ def streamed_of(
     """The scenario's rows, and some that the weights know of their GPU, with what the weights say of their graphs."""
     weights: dict[Target, FittedModel] = {target: shipped_weights(name) for target, name in LEARNERS.items()}
     weights[scenario.target] = weights_without(scenario, runs, cache)
-    net = GuardNet({"cuda": Weights(weights["memory"], weights["time"])})
+    held_out = Weights(weights["memory"], weights["time"])
+    net = GuardNet({"cuda": held_out})
     own = [run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels]
     gpus = {run.gpu for run in own}
     seen = [run for run in runs if run.gpu in gpus and not scenario.is_unseen(run) and scenario.target in run.labels]
-    for_summary = {key_of(seen[index]) for index in drawn(seen)}
-    rest = sorted({key_of(run) for run in seen} - for_summary, key=str)
+    rest = sorted({key_of(run) for run in seen}, key=str)
     for_judging = set(random.Random(0).sample(rest, min(len(rest), MOST_KNOWN)))
     place_of = {key: place for place, key in enumerate(dict.fromkeys(map(key_of, own)))}
-    chosen = {*place_of, *for_summary, *for_judging}
+    chosen = {*place_of, *for_judging}
     found = graphs_of(tables, lambda run: key_of(run) in chosen, cache=cache)
     rows = {
         key_of(run): Row(run, net._raw(graph, device), by_all.get(key_of(run), {}).get(scenario.target, math.nan))
         for run, device, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
     }
-    known, shipped = ([rows[key] for key in sorted(keys, key=str) if key in rows] for keys in (for_judging, for_summary))
+    known = [rows[key] for key in sorted(for_judging, key=str) if key in rows]
     return Streamed(
         [rows[key] for key in place_of if key in rows],
         known,
-        summary_of((row.run.gpu, row.raw) for row in shipped) if shipped else NOTHING,
+        held_out.step_time,
     )
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py RUNS TABLE... --cache .perfguard-cache
 
-The tables are those of the weights for time (`models/perfguard_models/cards/two-clocks.md`), in the order of their training.
+The tables are those of the weights for time (`models/perfguard_models/cards/step-time.md`), in the order of their training.
 With its cache it takes three minutes, else an hour. Errors of peers are what they published, apart from the cheap fit, which is
 made here.
 
@@ -114,19 +114,19 @@ def main() -> None:
          "medians: xMem 3.8%, DNNMem 19%, SchedTune 50%, LLMem 58%"],
     ]  # fmt: skip
     splits = ["family", "source", "gpu"]
-    runs, found = predictions(tables, {"two-clocks": {}}, splits, **reading)
+    runs, found = predictions(tables, {"step-time": {}}, splits, **reading)
     views = dataset_of(tables, ("launches",), **reading).runs
     small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
-    by_gpu = errors_by_run(runs, found["gpu", "two-clocks"])
+    by_gpu = errors_by_run(runs, found["gpu", "step-time"])
     neusight = [error for at, error in by_gpu.items() if runs[at].table == "transformer"]
     published = "NeuSight: mean 9.2%, on other cards: H100, L4 and A100 80 GB"
     lines.append(
         ["step of transformers in float32 (NeuSight's runs), card never seen", str(len(neusight)), in_words(neusight), published]
     )
     for split in splits:
-        own = errors_by_run(runs, found[split, "two-clocks"])
+        own = errors_by_run(runs, found[split, "step-time"])
         cheap: list[float] = []
-        for fold, _ in found[split, "two-clocks"]:
+        for fold, _ in found[split, "step-time"]:
             learn, judge = (sorted(small.intersection(part)) for part in (fold.learn, fold.judge))
             x, log_s = ([np.array([of(at) for at in part]) for part in (learn, judge)] for of in (
                 lambda at: cheap_columns(views[at]), lambda at: runs[at].labels["time"]))  # fmt: skip

@@ -2,7 +2,7 @@
 
     python benchmarks/uses.py TABLE... --cache .perfguard-cache
 
-The tables are those of the weights for time (`models/perfguard_models/cards/two-clocks.md`), in the order of their training.
+The tables are those of the weights for time (`models/perfguard_models/cards/step-time.md`), in the order of their training.
 With its cache it takes a minute, else an hour.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
     runs, found = predictions(
-        arguments.tables, {"two-clocks": {}}, [*_SPLITS], cache=arguments.cache, most_operators=arguments.most_operators
+        arguments.tables, {"step-time": {}}, [*_SPLITS], cache=arguments.cache, most_operators=arguments.most_operators
     )
     known = {(entry.group, entry.split): entry for entry in entries(runs, found, use_of) if entry.group}
     lines = []

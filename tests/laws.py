@@ -19,7 +19,7 @@ from perfguard_research.papers.layers import FEATURE_SETS
 
 SMALL: dict[str, dict[str, Any]] = {
     "memory-forest": {"trees": 20, "forests": 2},
-    "two-clocks": {"networks": 2, "epochs": 20, "hidden": 16},
+    "step-time": {"epochs": 20, "hidden": 16},
     "dnnabacus": {"trees": 4},
     "trees": {"trees": 30},
     **{name: {"epochs": 60, "hidden": 16, "learning_rate": 0.01} for name in ("dnnperf", "perfseer", "dippm", "lilou")},

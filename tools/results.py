@@ -45,8 +45,9 @@ _COMPILERS = {"all": "all", "inductor-cpu": "Inductor, CPU", "inductor-cuda": "I
 
 def step_times() -> Table:
     """Return the errors of step times by what people do, over all runs, and with all sources alike."""
-    card = _weights("perfguard_models", "two-clocks")
-    errors = [error for error in card["errors"] if error["quantity"] == "time" and not _operators_in(error["group"])]
+    card = _weights("perfguard_models", "step-time")
+    of_steps = (error for error in card["errors"] if not _operators_in(error["group"]) and not _is_cpu(error["group"]))
+    errors = [error for error in of_steps if error["quantity"] == "time"]
     groups = {use: [error for error in errors if _use_of(error["group"]) == use] for use in [*_USES, "others"]}
     rows = [[use, *_cells(own)] for use, own in groups.items() if own]
     rows.append(["**all runs**", *_cells(errors)])
@@ -56,9 +57,9 @@ def step_times() -> Table:
 
 def cpus() -> Table:
     """Return the errors on a CPU, of families that were held out."""
-    cards = [_weights("perfguard_models", f"cpu-{name}") for name in ("two-clocks", "memory-forest")]
+    cards = [_weights("perfguard_models", name) for name in ("step-time", "cpu-memory-forest")]
     rows = []
-    for group in sorted({error["group"] for error in cards[0]["errors"]}):
+    for group in sorted({error["group"] for error in cards[0]["errors"] if _is_cpu(error["group"])}):
         found = [error for card in cards for error in card["errors"] if error["group"] == group]
         cells = (f"{_share(e['mean'])} / {_share(e['median'])}; {_share(e['coverage'], digits=0)}" for e in found)
         rows.append([group.removeprefix("cpu "), str(found[0]["rows"]), *cells])
@@ -67,7 +68,7 @@ def cpus() -> Table:
 
 def operators() -> Table:
     """Return the errors of single operators, by who measured them and on which card."""
-    card = _weights("perfguard_models", "two-clocks")
+    card = _weights("perfguard_models", "step-time")
     columns = ["single operators of", "card", "rows", "model never seen", "source never seen", "card never seen"]
     found: dict[str, list[Mapping[str, Any]]] = {}
     for error in card["errors"]:
@@ -80,6 +81,10 @@ def operators() -> Table:
 def _operators_in(group: str) -> str:
     """The source and the card of a group of single operators. Empty: it is a group of steps."""
     return group.removeprefix("operators of ") if group.startswith("operators of ") else ""
+
+
+def _is_cpu(group: str) -> bool:
+    return group.startswith("cpu ")
 
 
 def _use_of(group: str) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 NEW_GPU = "new gpu"
+CPU = "cpu"
+"""Begins the groups of CPUs, and is the group of those without a scale of their own."""
 OPERATOR = "operator"
 """The group of single operators."""
 
@@ -38,7 +40,9 @@ class Calibration(NamedTuple):
 
     def scale_of(self, target: str, group: str, *, known_gpu: bool = True) -> float | None:
         """Factor on the difficulty of a run of ``group``; None: there were no runs to fit it to."""
-        return self.scale.get(f"{target}/{group if known_gpu else on_new_gpu(group)}", self.scale.get(target))
+        others = self.scale.get(f"{target}/{CPU}") if group.startswith(CPU) else None
+        others = self.scale.get(target) if others is None else others
+        return self.scale.get(f"{target}/{group if known_gpu else on_new_gpu(group)}", others)
 
     def log_sigma(self, target: str, group: str, spread: float, *, known_gpu: bool = True) -> float:
         """The standard deviation whose central 90% holds."""

@@ -1,11 +1,11 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
-Time has two clocks and trees (`two_clocks`). Memory has the replay, and trees (`memory_forest`) on CPUs and where cuDNN tries
+Time has a graph network and trees (`step_time`). Memory has the replay, and trees (`memory_forest`) on CPUs and where cuDNN tries
 algorithms. They are trained on many measured runs and ship with the package. Their residuals on a particular machine (a slower
 host, a constant factor, a region) are small and smooth. A process on an embedding of the graph learns them from the first few
-trials, in closed form, with an uncertainty. Trees learn the remaining residuals from many runs (`refinement`).
+trials, in closed form, with an uncertainty. From ten runs on, gradient steps move the network's heads (`fine_tuning`).
 
-    log value = shipped weights + refinement + process, conditioned on the runs of the device
+    log value = shipped weights + fine-tuning + process, conditioned on the runs of the device
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from perfguard.graph import (
 )
 from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.fine_tuning import FineTuned, LearntRun, fine_tune
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.raw_prediction import (
@@ -45,16 +46,12 @@ from perfguard_models.raw_prediction import (
     Weights,
     embedding_of,
     gp_inputs,
-    physics_of,
     scale_of,
 )
-from perfguard_models.refinement import ResidualForest, ResidualRows, fit_residual_forest, rows_of
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
-from perfguard_models.summary import NAME as SUMMARY
-from perfguard_models.summary import read_summary
+from perfguard_models.step_time import StepTime
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import CPU_PREFIX, FittedModel, trained_of
-from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
@@ -62,7 +59,7 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-MEMORY, TIME = MemoryForest.name, TwoClocks.name
+MEMORY, TIME = MemoryForest.name, StepTime.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,33 +95,30 @@ TRIALS = TrialConfig()
 
 @undisturbed
 def load(path: str | Path | None = None) -> GuardNet:
-    """GuardNet with the shipped weights: for GPUs and for CPUs, one file for memory and one for time.
+    """GuardNet with the shipped weights: one file for time, one for the memory of GPUs and one for that of CPUs.
 
     Args:
-        path: other weights, without suffix (PATH.safetensors and PATH.json). They replace those of the same learner and the same
-            kind of device.
+        path: other weights, without suffix (PATH.safetensors and PATH.json). They replace those of the same learner, for the
+            kinds of device that they were trained on.
 
     Raises:
         PredictorError: if the files are missing, damaged, of another version, or do not belong together.
     """
     folder = files("perfguard_models") / "weights"
-    names = [prefix + name for prefix in ("", CPU_PREFIX) for name in (MEMORY, TIME)]
-    found = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in names)
+    found: dict[tuple[str, str], FittedModel] = {}
+    for name in (MEMORY, CPU_PREFIX + MEMORY, TIME):
+        found |= _read(folder / f"{name}.safetensors", folder / f"{name}.json", name)
     if path is not None:
-        found |= [_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))]
-    memory = found["cuda", MEMORY]
-    tensors, card = (folder / f"{SUMMARY}.{suffix}" for suffix in ("safetensors", "json"))
-    summary = read_summary(tensors, card, memory.card["sha256"])
-    gpu, cpu = Weights(memory, found["cuda", TIME], summary), Weights(found["cpu", MEMORY], found["cpu", TIME])
-    return GuardNet({"cuda": gpu, "cpu": cpu})
+        found |= _read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))
+    return GuardNet({kind: Weights(found[kind, MEMORY], found[kind, TIME]) for kind in ("cuda", "cpu")})
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[tuple[str, str], FittedModel]:
-    """The kind of device and the name of the learner, and the weights."""
+def _read(tensors: Traversable, card: Traversable, name: str) -> dict[tuple[str, str], FittedModel]:
+    """The weights, by the kind of device and the name of the learner."""
     data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
     trained = trained_of(data, document, name)
-    kind = "cpu" if trained.card["trained_devices"] == ["cpu"] else "cuda"
-    return (kind, trained.learner.name), trained
+    kinds = {"cpu" if device == "cpu" else "cuda" for device in trained.card["trained_devices"]}
+    return {(kind, trained.learner.name): trained for kind in kinds}
 
 
 class GuardNet:
@@ -135,7 +129,7 @@ class GuardNet:
         self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
-        self._refinement: ResidualForest | None = None
+        self._tuned: FineTuned | None = None
         self._known: WeakKeyDictionary[OpGraph, dict[str, RawPrediction]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,14 +140,14 @@ class GuardNet:
 
     @property
     def lineage(self) -> str:
-        """Name and hash of the shipped weights. A refinement is valid for these alone."""
+        """Name and hash of the shipped weights. Fine-tuned weights are valid for these alone."""
         versions = repr(sorted((kind, weights.version) for kind, weights in self._weights.items()))
         return f"guardnet-{hashlib.sha256(versions.encode()).hexdigest()[:8]}"
 
     @property
     def name(self) -> str:
-        """The lineage, with "+" if a refinement is in use."""
-        return self.lineage if self._refinement is None else f"{self.lineage}+"
+        """The lineage, with "+" if fine-tuned weights are in use."""
+        return self.lineage if self._tuned is None else f"{self.lineage}+"
 
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
@@ -228,45 +222,36 @@ class GuardNet:
     @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
         """See :class:`perfguard.predictor.Refinable`."""
-        refinement = None if data is None else ResidualForest.from_bytes(data)
-        if refinement is not None and refinement.made_for != self.lineage:
-            raise PredictorError(f"Weights refined for {refinement.made_for!r} do not fit {self.lineage!r}.")
-        self._refinement = refinement
+        tuned = None if data is None else FineTuned.from_bytes(data, self._weights["cuda"].step_time)
+        if tuned is not None and tuned.made_for != self.lineage:
+            raise PredictorError(f"Weights fine-tuned for {tuned.made_for!r} do not fit {self.lineage!r}.")
+        self._tuned = tuned
         self._posteriors.clear()
 
     @property
     def shift_on_reference(self) -> float:
         """See :class:`perfguard.predictor.Refinable`."""
-        return 0.0 if self._refinement is None else self._refinement.shift_on_reference
+        return 0.0 if self._tuned is None else self._tuned.shift
 
     @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
-        """See :class:`perfguard.predictor.Refinable`. The trees are fitted to the leave-one-out residuals of the process."""
-        training_rows: dict[Target, list[ResidualRows]] = {target: [] for target in TARGETS}
-        known = [row for row in observations if row.measurement.status == "ok" and row.decision_id]
-        for device_id in sorted({row.device.id for row in known}):
-            for target in TARGETS:
-                rows = [row for row in known if row.device.id == device_id and row.measured(target) is not None]
-                if rows:
-                    training_rows[target].append(self._residual_rows(device_id, target, rows))
-        forest = fit_residual_forest(self.lineage, _pooled(training_rows), seed=seed)
-        return None if forest is None else forest.to_bytes()
-
-    def _residual_rows(self, device_id: str, target: Target, rows: Sequence[Observation]) -> ResidualRows:
-        raws = [self._raw(row.graph, row.device) for row in rows]
-        residuals = _residuals_of(rows, raws, target)
-        posterior = condition(residuals.prior, residuals.at, residuals.y)
-        summary = self._weights[rows[0].device.kind].summary(rows[0].device, target)
-        sums, values = _features_and_values(target, raws)
-        x = _tree_inputs(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value]))
-        ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
-        return ResidualRows(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
+        """See :class:`perfguard.predictor.Refinable`. Step times are fine-tuned; of memory, the process alone learns."""
+        runs = []
+        for row in observations:
+            seconds = row.measured("time")
+            if row.measurement.status == "ok" and row.decision_id and seconds:
+                raw = self._raw(row.graph, row.device)
+                predicted = float(raw.log_value["time"][0])
+                runs.append(LearntRun(row.decision_id, row.device.id, raw.step, predicted, math.log(seconds)))
+        tuned = fine_tune(self.lineage, self._weights["cuda"].step_time, runs, seed=seed)
+        return None if tuned is None else tuned.to_bytes()
 
     def _corrections(self, target: Target, raws: Sequence[RawPrediction], device: Device) -> npt.NDArray[np.float64]:
-        """What the refinement adds to each graph of ``raws``. Shape: (n,)."""
-        if self._refinement is None:
-            return np.zeros(sum(len(raw.log_value[target]) for raw in raws))
-        return self._refinement.corrections(target, device.id, _tree_inputs(target, *_features_and_values(target, raws)))
+        """What fine-tuning adds to each graph of ``raws``. Shape: (len(raws),)."""
+        if self._tuned is None or target != "time":
+            return np.zeros(len(raws))
+        step_time = self._weights[device.kind].step_time
+        return np.concatenate([self._tuned.corrections(step_time, [raw.step], device.id) for raw in raws])
 
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
         """Residuals of the rows with a measured ``target``; None: there is no such row.
@@ -276,13 +261,12 @@ class GuardNet:
         known = [row for row in rows if row.measured(target) is not None]
         if not known:
             return None
-        refinement = self._refinement
         raws = [self._raw(row.graph, row.device) for row in known]
         found = _residuals_of(known, raws, target, prior)
-        if refinement is None:
+        if self._tuned is None or target != "time":
             return found
         own = torch.from_numpy(self._corrections(target, raws, known[0].device))
-        held_out = [refinement.held_out(target, row.decision_id) for row in known]
+        held_out = [self._tuned.held_out.get(row.decision_id) for row in known]
         without = torch.tensor([math.nan if one is None else one for one in held_out], dtype=torch.float64)
         without = torch.where(without.isnan(), own, without)
         return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
@@ -396,18 +380,6 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
     )
 
 
-def _features_and_values(
-    target: Target, raws: Sequence[RawPrediction]
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    """The step features and the log values of all graphs of ``raws``. Shapes: (n, len(STEP_FEATURES)), (n,)."""
-    return np.concatenate([raw.step_features for raw in raws]), np.concatenate([raw.log_value[target] for raw in raws])
-
-
-def _tree_inputs(target: Target, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Input of the trees for C steps. Shape: (C, columns)."""
-    return rows_of(sums, physics_of(target, sums, log_value), log_value)
-
-
 def _setting_of(graph: OpGraph) -> float:
     """A number that identifies the switches of ``graph``."""
     return float(zlib.crc32(repr((graph.mode, graph.precision, graph.layout, graph.options)).encode()))
@@ -461,20 +433,6 @@ def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observatio
         last_ok.get(step, -1) > position[id(row)] or most_bytes.get(step, 0.0) >= (row.measured("memory") or 0.0)
         for step, row in zip(steps, out_of_memory, strict=True)
     ]
-
-
-def _pooled(training_rows: dict[Target, list[ResidualRows]]) -> dict[Target, ResidualRows]:
-    """Concatenate the training rows of all devices, for each target that has any."""
-    return {
-        target: ResidualRows(
-            [decision_id for rows in found for decision_id in rows.decision_ids],
-            [device_id for rows in found for device_id in rows.devices],
-            np.concatenate([rows.x for rows in found]),
-            np.concatenate([rows.y for rows in found]),
-        )
-        for target, found in training_rows.items()
-        if found
-    }
 
 
 def _middle_of(values: Sequence[float]) -> tuple[float, float]:

@@ -15,12 +15,12 @@ from perfguard.devices import catalog
 from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.graph_network import PathTimes
 from perfguard_models.learner import Step, predict_with_spread, share_of, sums_table
 from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting, timed_as_any
-from perfguard_models.summary import NOTHING, Summary
+from perfguard_models.step_time import StepTime
 from perfguard_models.trained import FittedModel, step_of
-from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_models.weight_files import version_of
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class RawPrediction(NamedTuple):
     known: dict[str, npt.NDArray[np.bool_]]
     """Whether the error on such steps was measured on this device. Shapes: (C,)"""
     step_features: npt.NDArray[np.float32]  # shape: (C, len(STEP_FEATURES))
+    step: Step
+    """The graph as the network reads it."""
 
     def prior_at(self, target: str, row: int) -> ResidualPrior:
         """The prior of one of the graphs."""
@@ -132,16 +134,21 @@ class RawPrediction(NamedTuple):
 class Weights:
     """Weights for one kind of device.
 
-    Two clocks and trees for time (`two_clocks`). For memory the replay, and forests (`memory_forest`) on CPUs and where cuDNN
-    tries algorithms.
+    The graph network and trees for time (`step_time`). For memory the replay, and forests (`memory_forest`) on CPUs and where
+    cuDNN tries algorithms.
     """
 
-    def __init__(self, memory: FittedModel, time: FittedModel, summary: Summary = NOTHING) -> None:
+    def __init__(self, memory: FittedModel, time: FittedModel) -> None:
         self._memory = memory
         self._time = time
-        self._summary = summary
         self.version = version_of(memory.card) + version_of(time.card)
         """It differs for other tensors or another calibration."""
+
+    @property
+    def step_time(self) -> StepTime:
+        """The network and the trees."""
+        assert isinstance(self._time.learner, StepTime)
+        return self._time.learner
 
     def trained_on(self, device: Device) -> bool:
         """Whether the training rows include runs on this device. A CPU is known by its name."""
@@ -168,6 +175,7 @@ class Weights:
             shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" else {},
             known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
             step_features=features,
+            step=steps[0],
         )
         if memory is None:
             raw = memory_by_replay(raw, graph, device)
@@ -215,10 +223,9 @@ class Weights:
         return {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
 
     def _clocks(self, graph: OpGraph, steps: Sequence[Step], device: Device) -> tuple[Floats, Floats, PathTimes]:
-        """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
+        """Log seconds on machines as :meth:`StepTime.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
         that takes longest."""
-        clocks = self._time.learner
-        assert isinstance(clocks, TwoClocks)
+        clocks = self.step_time
         log_step_s, device_s, path = clocks.clocks(steps)
         card, is_part, _ = device.id.partition(":")
         if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
@@ -245,10 +252,6 @@ class Weights:
             own = dataclasses.replace(own, precision=_TRAINED_HALF)
         setting = own.group.partition(" ")[2]
         return any(group.partition(" ")[2] == setting for group in self._time.calibration.scale)
-
-    def summary(self, device: Device, target: str) -> Summary:
-        """Steps on the device that the weights' ``target`` was fitted to, a reference for a refinement. It may be empty."""
-        return self._summary.of(device.id) if target == "memory" else NOTHING
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:

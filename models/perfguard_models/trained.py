@@ -17,7 +17,7 @@ from perfguard_models.features import launches, step
 from perfguard_models.learner import Arrays, Learner, Step
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.setting import is_single
-from perfguard_models.two_clocks import TwoClocks
+from perfguard_models.step_time import StepTime
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class FeatureSet(NamedTuple):
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
-    "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches),
+    "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS, launches.EDGE_COLUMNS), launches.launches),
     "sums": FeatureSet(step.STEP_FEATURES, lambda graph, device: {"sums": step.step_features(graph, device)}),
 }
 """Feature sets of GuardNet's learners by name."""
-LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (MemoryForest, TwoClocks)}
+LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (MemoryForest, StepTime)}
 """GuardNet's learners, by name."""
 
 

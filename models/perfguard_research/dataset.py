@@ -356,8 +356,9 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     """Splits of ``runs`` by the name of a split.
 
     With "family", each family is the test set once, for a predictor without it. With "source" and "gpu", the same holds for
-    each source and each GPU. More than ``number`` of them are split into ``number`` parts. With "random", one part of
-    ``number`` is the test set. This one is only for comparison.
+    each source and each GPU. More than ``number`` of them are split into ``number`` parts. CPUs stay in the training set of these
+    two, if there are GPUs: no GPU is like them. With "random", one part of ``number`` is the test set. This one is only for
+    comparison.
 
     Raises:
         ValueError: for another name.
@@ -366,8 +367,10 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         names = [getattr(run, split) for run in runs]
         # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
         sizes = Counter[str]()
+        stays = {run.gpu for run in runs} != {"cpu"}
         for name, run in zip(names, runs, strict=True):
-            sizes[name] += 1 if run.is_single else 1_000_000
+            if not (stays and run.gpu == "cpu"):
+                sizes[name] += 1 if run.is_single else 1_000_000
         parts = _parts_of(sizes, number, seed)
         held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
         made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in names]) for some in held_out]

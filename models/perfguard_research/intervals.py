@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.predictor import COVERAGE, HALF_INTERVAL
-from perfguard_models.calibration import NEW_GPU, OPERATOR, Calibration, difficulty, on_new_gpu
+from perfguard_models.calibration import CPU, NEW_GPU, OPERATOR, Calibration, difficulty, on_new_gpu
 from perfguard_models.learner import Predicted
 from perfguard_research.dataset import Fold, Run
 
@@ -55,8 +55,11 @@ def calibrated(errors: Iterable[Error]) -> Calibration:
             groups[error.group].append(error)
         scale |= {f"{target}/{group}": _scale_of(own, floor[target]) for group, own in groups.items() if len(own) >= _FEWEST}
         known = [error for error in found if error.group != OPERATOR and not error.group.startswith(NEW_GPU)]
-        if known:
-            scale[target] = _scale_of(known, floor[target])
+        of_cpus, of_gpus = ([error for error in known if error.group.startswith(CPU) == one] for one in (True, False))
+        if of_cpus:
+            scale[f"{target}/{CPU}"] = _scale_of(of_cpus, floor[target])
+        if of_gpus:
+            scale[target] = _scale_of(of_gpus, floor[target])
             if (new := f"{target}/{NEW_GPU}") in scale:  # its machine is as unknown as that of a new source
                 scale[new] = max(scale[new], scale[target])
     return Calibration(floor, scale)

@@ -55,7 +55,7 @@ def shuffled(number: int, seed: int, epoch: int) -> list[int]:
 
 _WHERE = {  # modules and classes by name; they are imported late, because they import this module
     "memory-forest": ("memory_forest", "TrainableMemory"),
-    "two-clocks": ("two_clocks", "TrainableClocks"),
+    "step-time": ("step_time", "TrainableStepTime"),
     "trees": ("papers.baselines", "Trees"),
     "dnnperf": ("papers.dnnperf", "DNNPerf"),
     "dnnabacus": ("papers.dnnabacus", "DNNAbacus"),

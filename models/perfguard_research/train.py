@@ -16,6 +16,7 @@ import numpy as np
 
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard_models.learner import Learner
+from perfguard_models.step_time import StepTime
 from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import calibrated, errors_of
@@ -37,7 +38,7 @@ def train_and_write(
     most_operators: int = 60_000,
     on_epoch: OnEpoch = lambda done, of, loss: None,
 ) -> str:
-    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs it is OUT/cpu-NAME.
+    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json, or OUT/cpu-NAME for CPUs alone.
 
     Returns:
         A sentence for a person.
@@ -57,11 +58,13 @@ def train_and_write(
         known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
         raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
     gpus = {run.gpu for run in own}
-    if "cpu" in gpus and len(gpus) > 1:
+    serves_all = name == StepTime.name
+    if "cpu" in gpus and len(gpus) > 1 and not serves_all:
         raise TableError(
-            "These tables have runs on a CPU and on GPUs. Weights are for one of them: train them one after the other."
+            f"These tables have runs on a CPU and on GPUs. The weights of {name} are for one of them: train them one after the "
+            "other."
         )
-    stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus else name
+    stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus and not serves_all else name
     started = time.monotonic()
     runs = dataset.runs
     found = predictions_of(name, settings, runs, ["family", "source", "gpu"], cache=cache, jobs=jobs)

@@ -79,7 +79,7 @@ def half_as_much_again(net: GuardNet, graphs: Sequence[OpGraph], device: Device)
 def weights(tmp_path: Path) -> Path:
     """A copy of the shipped weights, without suffix."""
     for suffix in ("safetensors", "json"):
-        (tmp_path / f"net.{suffix}").write_bytes((files("perfguard_models") / "weights" / f"two-clocks.{suffix}").read_bytes())
+        (tmp_path / f"net.{suffix}").write_bytes((files("perfguard_models") / "weights" / f"step-time.{suffix}").read_bytes())
     return tmp_path / "net"
 
 
@@ -113,7 +113,7 @@ def wrong_shape(weights: Path) -> None:
         (lambda weights: weights.with_suffix(".json").write_text("{"), "cannot be read: .*train them again"),
         (lambda weights: rewrite_card(weights, format=999), "another format than 1. Train it again with this version"),
         (lambda weights: rewrite_card(weights, columns="0" * 16), "made for other features than this PerfGuard has"),
-        (lambda weights: rewrite_card(weights, predictor="x"), "no learner 'x', only memory-forest, two-clocks"),
+        (lambda weights: rewrite_card(weights, predictor="x"), "no learner 'x', only memory-forest, step-time"),
         (lambda weights: rewrite_card(weights, sha256="0" * 64), "do not match the hash in their card"),
         (lambda weights: rewrite_tensors(weights, b"not a safetensors file"), "do not fit the predictor"),
         (wrong_shape, r"do not fit the predictor: (?s:.*)size mismatch for kind"),

@@ -79,7 +79,7 @@ def test_timed_as_any_names_settings_of_the_same_arithmetic(gpu: str, network: s
 
 def test_shipped_calibration_groups_are_settings() -> None:
     # The card names groups by text; a renamed word would silently fall back to the interval of all runs.
-    card = json.loads((files("perfguard_models") / "weights" / "two-clocks.json").read_text(encoding="utf-8"))
+    card = json.loads((files("perfguard_models") / "weights" / "step-time.json").read_text(encoding="utf-8"))
     groups = {name.partition("/")[2] for name in card["calibration"]["scale"] if name.startswith("time/")}
     with torch.device("meta"):
         layers = nn.Conv2d(3, 8, 3), nn.ReLU()

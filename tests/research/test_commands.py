@@ -71,10 +71,10 @@ def table_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def weights(table_of_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
-    words = ["train", str(table_of_runs), "--predictor", "two-clocks", "--out", str(folder), "--cache", str(folder / "cache")]
+    words = ["train", str(table_of_runs), "--predictor", "step-time", "--out", str(folder), "--cache", str(folder / "cache")]
     settings = ["--set", "epochs=12", "--set", "networks=1", "--set", "hidden=16", "--jobs", "1"]
     assert main([*words, *settings]) == 0
-    return folder / "two-clocks"
+    return folder / "step-time"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Features of a step's operators in launch order: what the host launches and what the device computes.
+"""Features of a step's operators in launch order, and of the tensors between them.
 
 Equal operators are one row. `order` has the row of each launch, because the time of a step depends on the order of its launches.
 
@@ -32,11 +32,18 @@ DEVICE_COLUMNS = (
     "log_half_over_float", "log_float_over_bandwidth", "log_l2", "log_sms", "log_clock", "log_tf32_over_float",
 )  # fmt: skip
 """The device's figures, as natural logarithms, each roughly within ±2."""
+HALF_OVER_FLOAT = 8
+"""What the rate of half precision over that of float32 usually is."""
+EDGE_COLUMNS = ("log_over_l2", "log_reuse_over_l2", "log_distance", "crosses_phase")
+"""Columns of ``edge_x``: natural logarithms of the producer's bytes over the L2 cache, of the bytes that are moved until the
+tensor is read, over the cache too, and of the launches until then. The last is whether it is read in another phase."""
 HOST_KINDS = len(OP_KINDS) * len(Phase)
 """Classes of host cost: the kind of the operator in each phase."""
 _SAME_KERNEL = {"mm": "addmm", "baddbmm": "bmm"}
 """A bias takes no kernel of its own."""
 _SHORTEST_S = 1e-7
+_LEAST = 1e-4
+"""Of a cache: tensors below are alike."""
 _COMPILED = COLUMNS.index("compiled")
 _TILE = 128
 """Rows and columns of the part of a product that one multiprocessor computes: cuBLAS's commonest kernels."""
@@ -55,6 +62,9 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
         ``steps`` (d,): time steps of a recurrent layer, which depend on one another. 0 for other operators.
         ``order`` (N,): the row of each launch.
         ``views`` (N,): views before each launch.
+        ``edges`` (2, E): the rows of a tensor's producer and consumer. Equal pairs are one edge.
+        ``edge_x`` (E, len(EDGE_COLUMNS)): the mean over the tensors of the pair.
+        ``edge_count`` (E,): how many they are.
         ``device`` (len(DEVICE_COLUMNS),). Zeros for a CPU: one was measured, so nobody knows what they change.
         ``copied`` (1,): bytes of the batch that the host copies to the device. A CPU is its own host.
         ``is_cpu`` (1,): 1 for a CPU, 0 for a GPU.
@@ -91,10 +101,36 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
         "steps": np.array([op.attributes.get("steps", 0) for op in of_rows], dtype=np.float32),
         "order": order.astype(np.int32),
         "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
+        **_edges(graph, device, order),
         "device": np.zeros(len(DEVICE_COLUMNS), dtype=np.float32) if on_cpu else device_features(device),
         "copied": np.array([sum(copied)], dtype=np.float64),
         "is_cpu": np.array([on_cpu], dtype=np.float32),
         "timed": np.array(timed[0] if timed else (True, True), dtype=np.float32),
+    }
+
+
+def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    """``edges``, ``edge_x`` and ``edge_count`` of ``graph``, whose operators have the rows ``order`` (N,)."""
+    source, sink = graph.edges
+    _, read, written = graph.costs.astype(np.float64)
+    moved, phase = np.cumsum(read + written), np.array([op.phase for op in graph.ops], dtype=np.int64)
+    cache = max(device.l2_bytes, 2**20)
+    x = np.stack(
+        [
+            np.log(written[source] / cache + _LEAST),
+            np.log((moved[sink] - moved[source]) / cache + _LEAST),
+            np.log(sink - source),
+            phase[sink] != phase[source],
+        ],
+        axis=1,
+    )
+    pairs, place, count = np.unique(np.stack([order[source], order[sink]]), axis=1, return_inverse=True, return_counts=True)
+    mean = np.zeros((pairs.shape[1], len(EDGE_COLUMNS)))
+    np.add.at(mean, place.ravel(), x)
+    return {
+        "edges": pairs.astype(np.int32),
+        "edge_x": (mean / count[:, None]).astype(np.float16),
+        "edge_count": count.astype(np.float32),
     }
 
 
@@ -116,7 +152,7 @@ def device_features(device: Device) -> npt.NDArray[np.float32]:
     """The figures of ``device``. Shape: (len(DEVICE_COLUMNS),)."""
     fp32 = device.flops_per_s("fp32")
     values = (
-        device.flops_per_s("fp16") / fp32 / 8,
+        device.flops_per_s("fp16") / fp32 / HALF_OVER_FLOAT,
         fp32 / device.bandwidth_bytes_per_s / 20,
         device.l2_bytes / 5e6 + 0.1,
         max(device.num_sms, 1) / 60,
@@ -126,4 +162,4 @@ def device_features(device: Device) -> npt.NDArray[np.float32]:
     return np.log(np.array(values, dtype=np.float32))
 
 
-__all__ = ["COLUMNS", "DEVICE_COLUMNS", "HOST_KINDS", "NAMES", "NUM_NAMES", "device_features", "launches"]
+__all__ = ["COLUMNS", "DEVICE_COLUMNS", "EDGE_COLUMNS", "HOST_KINDS", "NAMES", "NUM_NAMES", "device_features", "launches"]

@@ -15,9 +15,10 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard_models import trained
+from perfguard_models.graph_network import Clocks, PathTimes
 from perfguard_models.learner import Step
+from perfguard_models.step_time import StepTime
 from perfguard_models.trained import read_trained
-from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks
 from tests.models.oracle import step_s_by_simulation
 
 CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")
@@ -26,10 +27,10 @@ TOLERANCE = 1e-4
 
 
 @functools.cache
-def shipped() -> TwoClocks:
+def shipped() -> StepTime:
     folder = files("perfguard_models") / "weights"
-    learner = read_trained(folder / "two-clocks.safetensors", folder / "two-clocks.json", "two-clocks").learner
-    assert isinstance(learner, TwoClocks)
+    learner = read_trained(folder / "step-time.safetensors", folder / "step-time.json", "step-time").learner
+    assert isinstance(learner, StepTime)
     return learner
 
 
@@ -202,16 +203,15 @@ def test_step_without_operators_has_a_time() -> None:
 @pytest.mark.parametrize("batch", [1, 2048])
 def test_longest_path_adds_up_to_the_step_time(network: str, card: str, batch: int) -> None:
     packed = shipped().pack([step_of(graph_of(network, batch=batch), card)])
-    for one in shipped().networks:
-        with torch.inference_mode():
-            clocks = one(packed)
-            path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
-            log_s = float(clocks.log_step_s(packed.is_launch, torch.zeros(2)))
-        assert math.log(path.total_s[0]) == pytest.approx(log_s, abs=TOLERANCE)
-        turn = np.flatnonzero(path.host_s[0])[-1]  # the host up to one launch, and the device from there on
-        assert not path.device_s[0, :turn].any()
-        assert (path.host_s[0, : turn + 1] > 0).all()
-        assert (path.device_s[0, turn:] > 0).all()
+    with torch.inference_mode():
+        clocks = shipped().network(packed)
+        path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+        log_s = float(clocks.log_step_s(packed.is_launch, torch.zeros(2)))
+    assert math.log(path.total_s[0]) == pytest.approx(log_s, abs=TOLERANCE)
+    turn = np.flatnonzero(path.host_s[0])[-1]  # the host up to one launch, and the device from there on
+    assert not path.device_s[0, :turn].any()
+    assert (path.host_s[0, : turn + 1] > 0).all()
+    assert (path.device_s[0, turn:] > 0).all()
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -16,7 +16,7 @@ from perfguard_models.features.step import step_features
 from perfguard_models.learner import Arrays, sums_table
 from perfguard_models.step_forest import DIRECTIONS, forest_columns
 from perfguard_research.dataset import Run
-from perfguard_research.two_clocks import TrainableClocks
+from perfguard_research.step_time import TrainableStepTime
 from tests.doubles import TOY_CPU
 from tests.laws import graph_of
 from tests.models.oracle import step_s_by_simulation
@@ -69,37 +69,37 @@ def runs() -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def learner(runs: list[Run]) -> TrainableClocks:
-    made = TrainableClocks(networks=1, epochs=60, hidden=32, trees=0)
+def learner(runs: list[Run]) -> TrainableStepTime:
+    made = TrainableStepTime(epochs=60, hidden=32, trees=0)
     made.fit([one for one in runs if not is_held_out(one.batch_size)])
     return made
 
 
 @pytest.fixture(scope="module")
-def with_trees(runs: list[Run]) -> TrainableClocks:
-    made = TrainableClocks(networks=1, epochs=2, hidden=8, trees=100)
+def with_trees(runs: list[Run]) -> TrainableStepTime:
+    made = TrainableStepTime(epochs=2, hidden=8, trees=100)
     made.fit([one for one in runs if not is_held_out(one.batch_size)])
     return made
 
 
-def errors(learner: TrainableClocks, runs: list[Run]) -> npt.NDArray[np.float64]:
+def errors(learner: TrainableStepTime, runs: list[Run]) -> npt.NDArray[np.float64]:
     return np.asarray(np.abs(np.exp(learner.predict(runs)["time"] - np.array([one.labels["time"] for one in runs])) - 1))
 
 
-def test_a_world_of_two_clocks_is_learnt_closely(learner: TrainableClocks, runs: list[Run]) -> None:
+def test_a_world_of_two_clocks_is_learnt_closely(learner: TrainableStepTime, runs: list[Run]) -> None:
     of_held_out = errors(learner, [one for one in runs if is_held_out(one.batch_size)])
     assert np.median(of_held_out) < 0.02
     assert of_held_out.mean() < 0.03
 
 
-def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableClocks, runs: list[Run]) -> None:
+def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableStepTime, runs: list[Run]) -> None:
     usual, slow_host, *_ = learner.log_step_s(runs)
     expected = [math.log(step_s(one.view, host=math.exp(0.5))) - one.labels["time"] for one in runs]
     np.testing.assert_allclose(slow_host - usual, expected, atol=0.05)
 
 
-def test_prediction_is_the_geometric_mean_of_clocks_and_trees(with_trees: TrainableClocks, runs: list[Run]) -> None:
-    clocks = TrainableClocks.from_state(*with_trees.state())
+def test_prediction_is_the_geometric_mean_of_clocks_and_trees(with_trees: TrainableStepTime, runs: list[Run]) -> None:
+    clocks = TrainableStepTime.from_state(*with_trees.state())
     assert with_trees.forest is not None
     of_trees, clocks.forest = with_trees.forest.predict(sums_table(runs)), None
     of_clocks = clocks.predict(runs)["time"]
@@ -111,7 +111,7 @@ def test_prediction_is_the_geometric_mean_of_clocks_and_trees(with_trees: Traina
 def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
     """Here larger steps were measured to be faster."""
     opposite = [one._replace(labels={"time": -one.labels["time"]}) for one in runs]
-    learner = TrainableClocks(networks=1, epochs=1, hidden=8, trees=50)
+    learner = TrainableStepTime(epochs=1, hidden=8, trees=50)
     learner.fit(opposite)
     assert learner.forest is not None
     columns = forest_columns(sums_table(runs))
@@ -123,12 +123,12 @@ def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("field", ["forest.columns", "forest.largest", "forest.feature"])
-def test_trees_of_other_columns_are_refused(field: str, with_trees: TrainableClocks) -> None:
+def test_trees_of_other_columns_are_refused(field: str, with_trees: TrainableStepTime) -> None:
     tensors, settings = with_trees.state()
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     changed[field][0] = math.nan if field == "forest.largest" else 1000
     with pytest.raises(ValueError, match="damaged"):
-        TrainableClocks.from_state(changed, settings)
+        TrainableStepTime.from_state(changed, settings)
 
 
 @pytest.mark.parametrize("machines", [(("fast", ""), ("slow", "")), (("lab", "results/fast"), ("lab", "results/slow"))])
@@ -140,7 +140,7 @@ def test_a_machine_with_a_slow_host_is_learnt_as_one(machines: tuple[tuple[str, 
         if one[0] == "t4"
         for (source, folder), host in zip(machines, (1.0, 2.0), strict=True)
     ]
-    learner = TrainableClocks(networks=1, epochs=40, hidden=16, trees=0)
+    learner = TrainableStepTime(epochs=40, hidden=16, trees=0)
     learner.fit(runs)
     fast, slow = (learner.machines.factor[learner.machines.index[source, "t4", folder]].tolist() for source, folder in machines)
     assert slow[0] - fast[0] == pytest.approx(math.log(2), abs=0.1)
@@ -153,7 +153,7 @@ def test_processor_is_its_own_host(runs: list[Run]) -> None:
     """Host and device work one after the other, and the host's speed is the network's, not that of a machine."""
     graphs = [(batch, graph_of(width, 2, batch)) for width in (8, 32, 128) for batch in (2, 8, 32, 128, 512)]
     steps = [run("c", "cpu", batch, view_of(graph, TOY_CPU), host=0.7) for batch, graph in graphs]
-    learner = TrainableClocks(networks=1, epochs=40, hidden=32, trees=0)
+    learner = TrainableStepTime(epochs=40, hidden=32, trees=0)
     learner.fit(steps * 3)
     assert errors(learner, steps).mean() < 0.05
     assert not learner.machines.of(steps).any()

@@ -1,4 +1,4 @@
-"""Training of the two clocks on measured step times, and of the trees beside them.
+"""Training of the graph network on measured step times, and of the trees beside it.
 
 Sources differ in their machines: another host, another clock. Each machine has a host factor and a device factor with a prior
 around one. They are learnt beside the network and left out when serving. CPUs have none: one was measured, and
@@ -7,6 +7,7 @@ the network learns its host, too.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from perfguard_models.learner import sums_table
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HALF_OVER_FLOAT
+from perfguard_models.graph_network import GraphNetwork, Packed
+from perfguard_models.learner import Step, sums_table
 from perfguard_models.step_forest import DIRECTIONS, StepForest, forest_columns, rough_time, start_of
+from perfguard_models.step_time import StepTime, batches_of, columns_of, trees_apply
 from perfguard_models.trees import forest_of_boosting
-from perfguard_models.two_clocks import Clocks, Network, TwoClocks, batches_of, columns_of, trees_apply
 from perfguard_research.dataset import Run
 from perfguard_research.learners import OnEpoch, labels_of
 
@@ -34,14 +37,19 @@ _NOISE = 0.1
 _HOST_PRIOR = 1e-4
 """Weight of the prior of the host's costs. Without it the loss and its softmax, once in each step, took what all steps have
 in common. Then a network with many softmaxes was far too slow."""
+_HALF_LAW = 1.0
+"""Weight of the law that half precision is not slower than TF32."""
 _MACHINE_RATE = 2e-2
 _WEIGHT_DECAY = 1e-2
 _ROWS_FOR_SCALE = 400
 _LENGTHS_APART = 60
 """Runs of one batch have about as many launches, so that little is padded. The order within this many launches is random."""
+_COLUMN = {name: at for at, name in enumerate(COLUMNS)} | {name: len(COLUMNS) + at for at, name in enumerate(DEVICE_COLUMNS)}
 _FEWEST_STEPS = 50
 """With fewer measured steps there are no trees."""
 _TREES_RATE, _LEAVES, _LEAST_LEAF, _FEATURES_A_SPLIT = 0.05, 20, 20, 0.5
+_REFERENCE = 40
+"""Steps for rehearsal."""
 _FARTHEST_LABEL = 0.2
 """Log times are clipped to this distance from the fitted median."""
 
@@ -62,8 +70,8 @@ class _Machines(nn.Module):
         return self.factor[at] * self.has_factors[at]
 
 
-class TrainableClocks(TwoClocks):
-    """The two clocks, with `fit`."""
+class TrainableStepTime(StepTime):
+    """:class:`StepTime`, with `fit`."""
 
     tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator", "collected")
 
@@ -72,11 +80,11 @@ class TrainableClocks(TwoClocks):
         sample = random.Random(self.settings["seed"]).sample(timed, min(len(timed), _ROWS_FOR_SCALE))
         x = np.concatenate([columns_of(run.view) for run in sample])
         self.scale = torch.from_numpy(np.stack([x.mean(0), x.std(0) + 0.1]))
-        for index in range(self.settings["networks"]):
-            self.networks.append(self._fitted(timed, self.settings["seed"] + index, on_epoch))
+        self._fit_network(timed, on_epoch)
         steps = [run for run in timed if trees_apply(run)]
         has_trees = self.settings["trees"] > 0 and len(steps) >= _FEWEST_STEPS
         self.forest = self._fitted_forest(steps) if has_trees else None
+        self.reference = _drawn(timed, self.settings["seed"])
 
     def _fitted_forest(self, steps: Sequence[Run]) -> StepForest:
         """Trees of the squared error, on log times that are clipped around the median, so that outliers count less.
@@ -106,18 +114,18 @@ class TrainableClocks(TwoClocks):
             random_state=self.settings["seed"],
         )
 
-    def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None) -> Network:
+    def _fit_network(self, runs: Sequence[Run], on_epoch: OnEpoch | None) -> None:
+        seed = self.settings["seed"]
         torch.manual_seed(seed)
-        network, machines = Network(self.settings["hidden"]).float(), _Machines(runs)
-        constants = [network.phase, network.kind, network.view, network.latency, network.dependent, network.constant]
-        constants += [network.copy, network.compiled, network.clock_power]
-        slow = {id(parameter) for parameter in constants}
-        weights = [parameter for parameter in network.parameters() if id(parameter) not in slow]
+        self.network, self.machines = self.new_network(), _Machines(runs)
+        network, machines = self.network, self.machines
+        physical = {id(parameter) for parameter in network.physical}
+        weights = [parameter for parameter in network.parameters() if id(parameter) not in physical]
         rate, epochs = self.settings["learning_rate"], self.settings["epochs"]
         optimizer = torch.optim.AdamW(
             [
                 {"params": weights, "weight_decay": _WEIGHT_DECAY},
-                {"params": [*constants, *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
+                {"params": [*network.physical, *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
             ],
             lr=rate,
         )
@@ -129,11 +137,13 @@ class TrainableClocks(TwoClocks):
             total = 0.0
             for batch in _batches(runs, _seed_of(seed, epoch)):
                 some = [runs[index] for index in batch]
-                error = self._errors(network, machines, some)
+                packed = self.pack(some)
+                error = self._errors(network, machines, some, packed)
                 own = weight[batch]
                 huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
                 loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
                 loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
+                loss = loss + _HALF_LAW * self._half_over_tf32(network, packed)
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -142,19 +152,52 @@ class TrainableClocks(TwoClocks):
                 total += float(error.detach().abs().mean()) * len(batch)
             if on_epoch is not None:
                 on_epoch(epoch + 1, epochs, total / len(runs))
-        self.machines = machines
-        return network.eval()
+        network.eval()
 
-    def _errors(self, network: Network, machines: _Machines, runs: Sequence[Run]) -> torch.Tensor:
+    def _errors(self, network: GraphNetwork, machines: _Machines, runs: Sequence[Run], packed: Packed) -> torch.Tensor:
         """log(predicted / measured). Shape: (len(runs),)."""
-        packed = self.pack(runs)
         measured = torch.tensor([run.labels["time"] for run in runs])
-        clocks: Clocks = network(packed)
-        return clocks.log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
+        return network(packed).log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
+
+    def _half_over_tf32(self, network: GraphNetwork, packed: Packed) -> torch.Tensor:
+        """How much longer products and convolutions take in half precision than in TF32, which no law allows. Shape: ().
+
+        It is the mean squared log ratio of the times, where it is above 0. The operators in TF32 are those of the batch with
+        the columns changed: no row of the tables has both.
+        """
+        x = packed.x * self.scale[1] + self.scale[0]
+        is_product = (x[:, _COLUMN["log_k"]] > 0) | (x[:, _COLUMN["log_kernel"]] > 0)
+        chosen = is_product & (x[:, _COLUMN["half"]] > 0.5) & (x[:, _COLUMN["log_tf32_over_float"]] > 0)
+        half, names = x[chosen], packed.name[chosen]
+        if not len(half):
+            return torch.zeros(())
+        tf32, rates = half.clone(), half[:, _COLUMN["log_half_over_float"]] - half[:, _COLUMN["log_tf32_over_float"]]
+        tf32[:, [_COLUMN["half"], _COLUMN["bf16"]]], tf32[:, _COLUMN["tf32"]] = 0.0, 1.0
+        tf32[:, _COLUMN["log_compute_s"]] += rates + math.log(HALF_OVER_FLOAT)
+        tf32[:, [_COLUMN[name] for name in ("log_read", "log_written", "log_traffic_s", "log_over_l2")]] += math.log(2)
+        both = []
+        for rows in (half, tf32):
+            log_roofline = torch.maximum(rows[:, _COLUMN["log_compute_s"]], rows[:, _COLUMN["log_traffic_s"]])
+            rows[:, _COLUMN["log_roofline_s"]] = log_roofline
+            both.append(log_roofline + network.log_inefficiency_alone(self.standardised(rows), names))
+        return torch.relu(both[0] - both[1]).square().mean()
 
     def _prior(self, machines: _Machines) -> torch.Tensor:
         sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
         return (machines.factor / sigma).square().sum() / 2
+
+
+def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
+    """Steps for rehearsal, of as many groups as can be. Small graphs come first: they ship with the weights."""
+    steps = sorted((run for run in runs if not run.is_single), key=lambda run: len(run.view["order"]))
+    small = steps[: max(_REFERENCE, len(steps) // 2)]
+    by_group: dict[str, list[Run]] = {}
+    for run in random.Random(seed).sample(small, len(small)):
+        by_group.setdefault(run.group, []).append(run)
+    found: list[Step] = []
+    while len(found) < min(_REFERENCE, len(small)):
+        found += [Step(own[0].gpu, False, own.pop(0).view) for own in by_group.values() if own]
+    return found[:_REFERENCE]
 
 
 def _seed_of(seed: int, epoch: int) -> int:

@@ -1,0 +1,266 @@
+r"""GuardNet's graph network: operators are nodes, tensors are edges, and physics composes the step from what the nodes say.
+
+    z_v   = node(x_v)                                          x_v: the operator, its sizes and the device's figures
+    m_v   = mean over tensors u → v and v → u of message(z_v, z_u, e_uv)                                (each of the rounds)
+    z_v   = z_v + update(z_v, m_v)
+    log i = own(x_v) + BOUND · tanh(out(z_v))                  the inefficiency: device time over roofline time
+    d_v   = roofline_v · i + latency
+
+    t = c + m + max over v of ( h_1 + ... + h_v + d_v + ... + d_n )
+
+The last line has two clocks: the host launches operators, and the device computes them in that order. The step ends with the
+last operator. So its time is the longest path that follows the host up to some launch, and then the device. A host time h is a
+learnt cost of the operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the
+copy m of the batch to the device. The time steps of a recurrent layer depend on one another, so each adds a latency of its own.
+Each machine has one factor for all host times and one for all device times. This is the critical path of Lin et al. 2022,
+"Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821), section IV, in closed
+form. A CPU is its own host, so nothing overlaps there: the maximum is replaced by the sum of all h and d.
+
+What the neighbours change is bounded, and nothing reads the whole graph. So the laws of physics stay: one more layer or a larger
+batch is never faster, because the sums grow (docs/results/accuracy.md).
+
+Equal operators of a step are one node, and equal tensors between them are one edge with a count. A network repeats its blocks, so
+a step of a thousand operators has two hundred nodes, and learning is five times as fast.
+
+Shapes: B steps, R nodes of all steps together, E edges, N launches of the longest step, D kinds of device (GPU, CPU).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.conv import MessagePassing
+
+from perfguard.graph import Phase
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, EDGE_COLUMNS, HOST_KINDS, NUM_NAMES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Floats = npt.NDArray[np.float64]
+NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
+"""The operator's, the device's, and whether it is a CPU."""
+_CLOCK = DEVICE_COLUMNS.index("log_clock")
+_LOG_INEFFICIENCY = -3.0, 6.0
+_START_S = {"latency": 4e-6, "dependent": 10e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
+_START_CONSTANT_S = 200e-6, 400e-6
+_START_CLOCK_POWER = 0.1
+"""Where learning starts."""
+_SHARPNESS = 0.02
+"""Temperature of the smooth maximum while learning, as a share of the longest path."""
+
+
+class Packed(NamedTuple):
+    """B steps, as the network reads them."""
+
+    x: Tensor  # shape: (R, NODE_COLUMNS), standardised
+    name: Tensor  # shape: (R,)
+    host: Tensor  # shape: (R,)
+    roofline: Tensor  # shape: (R,), seconds
+    steps: Tensor  # shape: (R,), dependent time steps of a recurrent layer
+    node_is_cpu: Tensor  # shape: (R,), 0 or 1
+    edge_index: Tensor  # shape: (2, E), each tensor in both directions
+    edge_attr: Tensor  # shape: (E, len(EDGE_COLUMNS) + 1), the last is the direction
+    edge_weight: Tensor  # shape: (E,), they sum to 1 over the edges into a node
+    order: Tensor  # shape: (B, N), nodes
+    is_launch: Tensor  # shape: (B, N), 0 beyond the end of a step
+    views: Tensor  # shape: (B, N)
+    compiled: Tensor  # shape: (B, 1), 0 or 1
+    train: Tensor  # shape: (B,), 0 or 1
+    copied: Tensor  # shape: (B,), bytes
+    launched: Tensor  # shape: (B, 1), 0 where the time is that of a kernel alone
+    started: Tensor  # shape: (B,), 0 where the time is that of an operator alone
+    clock: Tensor  # shape: (B,), the device's log clock
+    is_cpu: Tensor  # shape: (B,), 0 or 1
+
+
+class PathTimes(NamedTuple):
+    """Seconds of each part of the longest path of C steps with N operators: the account of the step time, up to one factor."""
+
+    start_s: Floats  # shape: (C,), of the host before the first launch
+    copy_s: Floats  # shape: (C,), of the batch
+    host_s: Floats  # shape: (C, N), of each launch that the path passes
+    device_s: Floats  # shape: (C, N), of each operator that the path passes
+
+    @classmethod
+    def on_device(cls, op_time_s: Floats) -> Self:
+        """The path through nothing but operators. Without operators it is all start. Shape: (C, N)."""
+        number, num_ops = op_time_s.shape
+        return cls(np.full(number, float(num_ops == 0)), np.zeros(number), np.zeros_like(op_time_s), op_time_s)
+
+    @property
+    def op_time_s(self) -> Floats:
+        """Seconds that each operator adds to the path. Shape: (C, N)."""
+        return self.host_s + self.device_s
+
+    @property
+    def total_s(self) -> Floats:
+        """Shape: (C,)."""
+        return np.asarray(self.start_s + self.copy_s + self.op_time_s.sum(axis=1))
+
+
+class Clocks(NamedTuple):
+    """The times of B steps on a usual machine, in seconds."""
+
+    device_s: Tensor  # shape: (B, N), of each launch
+    host_s: Tensor  # shape: (B, N), of each launch
+    constant_s: Tensor  # shape: (B,), of the host before the first launch
+    copy_s: Tensor  # shape: (B,), of the batch
+    is_cpu: Tensor  # shape: (B,), 0 or 1
+
+    def log_step_s(self, is_launch: Tensor, machine: Tensor, *, smooth: bool = False) -> Tensor:
+        """Log seconds of each step on machines whose host and device take exp(``machine``) times as long.
+
+        Args:
+            is_launch: 0 beyond the end of a step. Shape: (B, N).
+            machine: log factors of the host and the device. Shape: (B, 2), or (2,) for all alike.
+            smooth: with a smooth maximum, which has a gradient for every path.
+        """
+        host, device = machine[..., :1].exp(), machine[..., 1:].exp()
+        host_s, device_s = self.host_s * host, self.device_s * device
+        path = host_s.cumsum(1) + device_s.flip(1).cumsum(1).flip(1)
+        longest = path.amax(1) if path.shape[1] else path.sum(1)  # a step without operators has no path
+        if smooth:
+            temperature = _SHARPNESS * longest.detach()[:, None]
+            closed = torch.where(is_launch > 0, path / temperature, -1e9)
+            longest = (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
+        longest = torch.where(self.is_cpu > 0, (host_s + device_s).sum(1), longest)
+        return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
+
+    def longest_path(self) -> tuple[Tensor, ...]:
+        """Seconds of each part of the longest path on a usual machine, in the order of :class:`PathTimes`. On a CPU: of all."""
+        number = self.host_s.shape[1]
+        path = self.host_s.cumsum(1) + self.device_s.flip(1).cumsum(1).flip(1)
+        turn = path.argmax(1, keepdim=True) if number else 0  # the launch at which the path leaves the host
+        at, all_of_it = torch.arange(number), self.is_cpu[:, None] > 0
+        return self.constant_s, self.copy_s, self.host_s * ((at <= turn) | all_of_it), self.device_s * ((at >= turn) | all_of_it)
+
+
+class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types
+    """One round of messages. A message is what a tensor does to the operator at one of its ends.
+
+    m_v = Σ_u w_uv · SiLU(A z_v + B z_u + C e_uv),    z_v' = z_v + SiLU(V (z_v ‖ m_v))
+
+    A and B are applied to the nodes, of which there are fewer than edges.
+
+    Args:
+        channels: of a node.
+        messages: channels of a message.
+    """
+
+    def __init__(self, channels: int, messages: int) -> None:
+        super().__init__(aggr="sum")
+        self.of_ends = nn.Linear(channels, 2 * messages)
+        self.of_edge = nn.Linear(len(EDGE_COLUMNS) + 1, messages, bias=False)
+        self.update_net = nn.Sequential(nn.Linear(channels + messages, channels), nn.SiLU())
+
+    def forward(self, z: Tensor, edge_index: Tensor, edge_attr: Tensor, edge_weight: Tensor) -> Tensor:
+        """The nodes after the round. Shape: (R, channels)."""
+        a, b = self.of_ends(z).chunk(2, dim=1)
+        m = self.propagate(edge_index, a=a, b=b, e=self.of_edge(edge_attr), edge_weight=edge_weight)
+        changed: Tensor = self.update_net(torch.cat([z, m], dim=1))
+        return z + changed
+
+    def message(self, a_i: Tensor, b_j: Tensor, e: Tensor, edge_weight: Tensor) -> Tensor:
+        """The messages along all edges. Shape: (E, messages)."""
+        return edge_weight[:, None] * nn.functional.silu(a_i + b_j + e)
+
+
+class GraphNetwork(nn.Module):
+    """See the module's docstring.
+
+    Args:
+        hidden: width of the layers that read an operator alone.
+        channels: of a node, while messages pass.
+        messages: channels of a message.
+        rounds: of messages. 0: each operator is read alone.
+        bound: the most that an operator's neighbours change of the logarithm of its inefficiency.
+    """
+
+    def __init__(self, hidden: int = 96, channels: int = 48, messages: int = 32, rounds: int = 2, bound: float = 0.3) -> None:
+        super().__init__()
+        self.bound = bound
+        self.name = nn.Embedding(NUM_NAMES, 8)
+        nn.init.normal_(self.name.weight, std=0.1)
+        self.read = nn.Sequential(
+            nn.Linear(NODE_COLUMNS + self.name.embedding_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU()
+        )
+        self.own = nn.Linear(hidden, 1)
+        self.node = nn.Sequential(nn.Linear(hidden, channels), nn.SiLU())
+        self.rounds = nn.ModuleList(OperatorConv(channels, messages) for _ in range(rounds))
+        self.out = nn.Linear(channels, 1)
+        for head, start in ((self.own, 0.7), (self.out, 0.0)):
+            nn.init.zeros_(head.weight)
+            nn.init.constant_(head.bias, start)
+        # Each with a row for GPUs and one for CPUs.
+        self.phase = nn.Parameter(torch.full((2, len(Phase)), math.log(_START_S["host"])))
+        self.kind = nn.Parameter(torch.zeros(2, HOST_KINDS // len(Phase), len(Phase)))
+        self.view, self.latency, self.dependent = (
+            nn.Parameter(torch.full((2,), math.log(_START_S[name]))) for name in ("view", "latency", "dependent")
+        )
+        self.constant = nn.Parameter(torch.tensor([_START_CONSTANT_S] * 2).log())  # of inference and of training
+        self.copy = nn.Parameter(torch.tensor(math.log(_START_S["copy"])))
+        self.compiled = nn.Parameter(torch.zeros(()))
+        self.clock_power = nn.Parameter(torch.tensor(_START_CLOCK_POWER**0.5))  # squared, so that it is never negative
+
+    @property
+    def physical(self) -> list[nn.Parameter]:
+        """The seconds that are parameters themselves."""
+        host = [self.phase, self.kind, self.view, self.constant, self.compiled, self.clock_power]
+        return [*host, self.latency, self.dependent, self.copy]
+
+    @property
+    def prior(self) -> Tensor:
+        """Squared distances of kinds from their phase's mean, and ten times those of the constants from their start. Shape: ().
+
+        Rare kinds stay at the mean. What one kind of network has in each step is not taken for the host's constant.
+        """
+        start = torch.tensor(_START_CONSTANT_S).log()
+        return self.kind.square().sum() + 10 * (self.constant - start).square().sum()
+
+    @property
+    def heads(self) -> dict[str, nn.Parameter]:
+        """What fine-tuning moves, by name: the two heads, and the seconds that are parameters themselves."""
+        encoder = ("name.", "read.", "node.", "rounds.")
+        return {name: parameter for name, parameter in self.named_parameters() if not name.startswith(encoder)}
+
+    def encode(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """What is read of each operator alone, and with its neighbours. Shapes: (R, hidden), (R, channels)."""
+        read = self.read(torch.cat([packed.x, self.name(packed.name)], dim=1))
+        z = self.node(read)
+        for conv in self.rounds:
+            z = conv(z, packed.edge_index, packed.edge_attr, packed.edge_weight)
+        return read, z
+
+    def log_inefficiency_alone(self, x: Tensor, name: Tensor) -> Tensor:
+        """Log inefficiency of operators without neighbours. Shapes: (R, NODE_COLUMNS), (R,) → (R,)."""
+        found: Tensor = self.own(self.read(torch.cat([x, self.name(name)], dim=1)))[:, 0]
+        return found
+
+    def clocks(self, packed: Packed, read: Tensor, z: Tensor) -> Clocks:
+        """The clocks of ``packed``, of which :meth:`encode` has made ``read`` and ``z``."""
+        of_neighbours = self.bound * self.out(z)[:, 0].tanh() if len(self.rounds) else 0.0
+        log_inefficiency = (self.own(read)[:, 0] + of_neighbours).clamp(*_LOG_INEFFICIENCY)
+        on, of_node = packed.is_cpu.long(), packed.node_is_cpu.long()
+        computed = packed.roofline * log_inefficiency.exp() + packed.steps * self.dependent.exp()[of_node]
+        device = computed[packed.order] + packed.launched * self.latency.exp()[on][:, None]
+        launch = (self.phase[:, None] + self.kind).exp().reshape(2, -1)[of_node, packed.host]
+        host = launch[packed.order] + packed.views * self.view.exp()[on][:, None]
+        # In the tables, cards with a higher clock are in machines with a faster host. A better card is never in a slower one.
+        usual = -self.clock_power.square() * packed.clock
+        return Clocks(
+            device * packed.is_launch,
+            host * packed.is_launch * packed.launched * (usual[:, None] + packed.compiled * self.compiled).exp(),
+            (self.constant[on, packed.train] + usual).exp() * packed.started,
+            packed.copied * self.copy.exp(),
+            packed.is_cpu,
+        )
+
+    def forward(self, packed: Packed) -> Clocks:
+        """The clocks of ``packed``."""
+        return self.clocks(packed, *self.encode(packed))

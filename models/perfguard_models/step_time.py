@@ -1,0 +1,236 @@
+"""The learner of step times: the graph network, and boosted trees on the sums of a step.
+
+The prediction is the geometric mean of the time of the network (`graph_network`) and of the trees (`step_forest`), whose errors
+differ. The trees are for GPUs alone: on CPUs they do not help (docs/decisions.md).
+
+Shapes: B steps, N launches of the longest step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS
+from perfguard_models.graph_network import NODE_COLUMNS, Clocks, Floats, GraphNetwork, Packed, PathTimes
+from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State, Step, sums_table
+from perfguard_models.step_forest import StepForest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LAUNCHES_A_BATCH = 40_000
+_COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
+_CLOCK = DEVICE_COLUMNS.index("log_clock")
+_EDGE_SCALE = 5.0
+"""Divides the logarithms of edges: they are within ±10."""
+_FARTHEST = 6.0
+"""Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
+_MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)], dtype=torch.float32, device="cpu")
+"""Log factors of hosts and devices: a usual machine, and others as far from it as machines of the tables are. The device is
+named, because a script may have set another default before this module is imported."""
+
+
+class StepTime:
+    """The learner of step times.
+
+    Args:
+        epochs: how often each run is seen.
+        hidden: width of the layers that read an operator alone.
+        rounds: of messages between operators. 0: none.
+        bound: the most that neighbours change of the logarithm of an operator's inefficiency.
+        learning_rate: of AdamW, at its highest.
+        host_sigma: prior standard deviation of a machine's log host factor.
+        device_sigma: the same of its log device factor. It is small, so that the network learns the cards and no source does.
+        trees: how many boosted trees. 0: the network alone.
+        seed: of weights, order and trees.
+    """
+
+    name: ClassVar[str] = "step-time"
+    views: ClassVar[tuple[str, ...]] = ("launches", "sums")
+
+    def __init__(
+        self,
+        *,
+        epochs: int = 14,
+        hidden: int = 96,
+        rounds: int = 2,
+        bound: float = 0.3,
+        learning_rate: float = 1e-2,
+        host_sigma: float = 0.5,
+        device_sigma: float = 0.01,
+        trees: int = 400,
+        seed: int = 0,
+    ) -> None:
+        self.settings: dict[str, Any] = {
+            "epochs": epochs, "hidden": hidden, "rounds": rounds, "bound": bound,
+            "learning_rate": learning_rate, "host_sigma": host_sigma, "device_sigma": device_sigma, "trees": trees, "seed": seed,
+        }  # fmt: skip
+        self.scale = torch.zeros(2, NODE_COLUMNS)
+        self.network = self.new_network()
+        self.forest: StepForest | None = None
+        self.reference: list[Step] = []
+        """Some steps of the training tables, for rehearsal."""
+
+    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
+        """The prediction on a usual machine, then with a slower host, a faster one, a slower device, a faster one.
+
+        They differ by as much as machines do, so the spread of these members is what is not known of the machine.
+        """
+        unknown = np.full(len(runs), np.nan)
+        found: list[Predicted] = [{target: unknown.copy() for target in TARGETS} for _ in _MACHINES]
+        for indices in batches_of(runs, range(len(runs))):
+            for part, values in zip(found, self.log_step_s([runs[index] for index in indices]), strict=True):
+                part["time"][indices] = values
+        return found
+
+    def log_step_s(self, runs: Sequence[Example]) -> Floats:
+        """Log seconds of each step on a usual machine, with a slower host, a faster one, a slower device, a faster one.
+
+        Shape: (5, len(runs)).
+        """
+        return self.clocks(runs)[0]
+
+    def clocks(self, runs: Sequence[Example]) -> tuple[Floats, Floats, PathTimes]:
+        """:meth:`log_step_s`, the device's seconds of each launch on a usual machine, and the longest path there.
+
+        Shapes: (5, B), (B, N).
+        """
+        packed = self.pack(runs)
+        with torch.inference_mode():
+            clocks: Clocks = self.network(packed)
+            log_s = torch.stack([clocks.log_step_s(packed.is_launch, machine) for machine in _MACHINES])
+            path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+        found = log_s.double().numpy()
+        return found + self._towards_trees(found[0], runs), clocks.device_s.double().numpy(), path
+
+    def _towards_trees(self, log_s: Floats, runs: Sequence[Example]) -> Floats:
+        """Half the difference between the trees' log time and the network's ``log_s`` (B,); 0 where the trees do not apply."""
+        way = np.zeros(len(runs))
+        some = np.flatnonzero(self.share_of_network(runs) < 1).tolist()
+        if self.forest is not None and some:
+            way[some] = (self.forest.predict(sums_table([runs[at] for at in some])) - log_s[some]) / 2
+        return way
+
+    def share_of_network(self, runs: Sequence[Example]) -> Floats:
+        """Weight of the network's log time in the prediction: a half where the trees have the other half. Shape: (len(runs),)."""
+        return np.array([0.5 if self.forest is not None and trees_apply(run) else 1.0 for run in runs])
+
+    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
+        """The prediction on a usual machine."""
+        return parts[0]
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`."""
+        return self.combine(self.parts(runs), runs)
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_models.learner.Learner`."""
+        tensors = {"scale": self.scale}
+        tensors |= {f"network.{name}": value for name, value in self.network.state_dict().items()}
+        for at, step in enumerate(self.reference):
+            tensors |= {f"reference{at}.{name}": torch.from_numpy(np.ascontiguousarray(a)) for name, a in step.view.items()}
+        return tensors | (self.forest.tensors() if self.forest else {}), self.settings
+
+    def new_network(self) -> GraphNetwork:
+        """A network that has not learnt yet."""
+        of = {name: self.settings[name] for name in ("hidden", "rounds", "bound")}
+        return GraphNetwork(**of).float().eval()
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+        """See :class:`perfguard_models.learner.Learner`."""
+        made = cls(**settings)
+        made.scale = tensors["scale"]
+        own = {key.removeprefix("network."): value for key, value in tensors.items() if key.startswith("network.")}
+        made.network.load_state_dict(own)
+        made.forest = StepForest.from_tensors(tensors)
+        reference: dict[str, Arrays] = {}
+        for key, tensor in tensors.items():
+            if key.startswith("reference"):
+                number, _, name = key.partition(".")
+                reference.setdefault(number, {})[name] = tensor.numpy()
+        made.reference = [Step("", False, view) for view in reference.values()]
+        return made
+
+    def standardised(self, x: torch.Tensor) -> torch.Tensor:
+        """Columns as the network reads them. Shape: (R, NODE_COLUMNS)."""
+        return ((x - self.scale[0]) / self.scale[1]).clamp(-_FARTHEST, _FARTHEST)
+
+    def pack(self, runs: Sequence[Example]) -> Packed:
+        """What the network reads of ``runs``."""
+        views = [run.view for run in runs]
+        lengths, nodes = [len(view["order"]) for view in views], [len(view["name"]) for view in views]
+        starts = np.cumsum([0, *nodes])
+        order = np.zeros((len(runs), max(lengths, default=0)), dtype=np.int64)
+        before, is_launch = np.zeros_like(order, dtype=np.float32), np.zeros_like(order, dtype=np.float32)
+        for at, (view, length) in enumerate(zip(views, lengths, strict=True)):
+            order[at, :length] = view["order"] + starts[at]
+            before[at, :length] = view["views"]
+            is_launch[at, :length] = 1
+        x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
+        joined = {
+            key: torch.from_numpy(np.concatenate([view[key] for view in views]))
+            for key in ("name", "host", "roofline", "steps", "edge_x", "edge_count")
+        }
+        flags = np.array([view["x"][0, [_COMPILED, _TRAIN]] if len(view["x"]) else (0, 0) for view in views], dtype=np.float32)
+        timed = torch.from_numpy(np.stack([view["timed"] for view in views]))
+        is_cpu = torch.from_numpy(np.concatenate([view["is_cpu"] for view in views]))
+        ends = torch.from_numpy(
+            np.concatenate([view["edges"] + start for view, start in zip(views, starts[:-1], strict=True)], axis=1)
+        )
+        ends = torch.cat([ends, ends.flip(0)], dim=1)
+        count = joined["edge_count"].repeat(2)
+        direction = torch.ones(len(count), 1)
+        direction[len(count) // 2 :] = -1
+        return Packed(
+            x=self.standardised(x),
+            name=joined["name"].long(),
+            host=joined["host"].long(),
+            roofline=joined["roofline"],
+            steps=joined["steps"],
+            node_is_cpu=is_cpu.repeat_interleave(torch.tensor(nodes, dtype=torch.long)),
+            edge_index=ends,
+            edge_attr=torch.cat([joined["edge_x"].float().repeat(2, 1) / _EDGE_SCALE, direction], dim=1),
+            edge_weight=count / torch.zeros(int(starts[-1])).index_add(0, ends[1], count)[ends[1]],
+            order=torch.from_numpy(order),
+            is_launch=torch.from_numpy(is_launch),
+            views=torch.from_numpy(before),
+            compiled=torch.from_numpy(flags[:, :1]),
+            train=torch.from_numpy(flags[:, 1]).long(),
+            copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),
+            launched=timed[:, :1],
+            started=timed[:, 1],
+            clock=torch.tensor([float(view["device"][_CLOCK]) for view in views], dtype=torch.float32),
+            is_cpu=is_cpu,
+        )
+
+
+def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+    """The operators' columns, the device's, and whether it is a CPU. Shape: (rows, NODE_COLUMNS)."""
+    of_device = np.concatenate([view["device"], view["is_cpu"]])
+    return np.concatenate([view["x"], np.broadcast_to(of_device, (len(view["x"]), len(of_device)))], axis=1, dtype=np.float32)
+
+
+def trees_apply(run: Example) -> bool:
+    """Whether it is a whole step on a GPU, and no operator has time steps that wait for one another, which sums do not show."""
+    return not (run.is_single or run.view["is_cpu"][0] or run.view["steps"].any())
+
+
+def batches_of(runs: Sequence[Example], order: Iterable[int], most: float = math.inf) -> Iterator[list[int]]:
+    """Indices of at most ``most`` runs in batches whose padded launches are not too many, in the order of ``order``."""
+    chosen: list[int] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, len(runs[index].view["order"]))
+        if len(chosen) == most or (chosen and longest * (len(chosen) + 1) > _LAUNCHES_A_BATCH):
+            yield chosen
+            chosen, longest = [], len(runs[index].view["order"])
+        chosen.append(index)
+    if chosen:
+        yield chosen
