@@ -1,0 +1,62 @@
+"""What each part of the step-time predictor earns: errors on held-out runs without messages, without trees, with another seed.
+
+    python benchmarks/network_parts.py TABLE... --cache .perfguard-cache
+
+TABLEs are tables of runs and of transformers (docs/tables.md). Each variant learns from the same folds. A cell has the mean error
+with all sources alike, and then of all runs. What two seeds differ by is chance.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _record import parser_of, show
+
+from perfguard_research.dataset import Run
+from perfguard_research.intervals import FoldPredictions
+from perfguard_research.leaderboard import error_of, predictions
+
+_NAME = "step-time"
+_SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
+_VARIANTS: Mapping[str, dict[str, Any]] = {
+    "two rounds of messages, and trees (shipped)": {},
+    "the same, another seed": {"seed": 1},
+    "one round, and trees": {"rounds": 1},
+    "no messages, and trees": {"rounds": 0},
+    "no messages, another seed": {"rounds": 0, "seed": 1},
+    "two rounds, no trees": {"trees": 0},
+    "no messages, no trees": {"rounds": 0, "trees": 0},
+}
+
+
+def in_words(runs: Sequence[Run], found: FoldPredictions) -> str:
+    """Mean error with all sources alike, and of all runs. Steps on GPUs."""
+    by_source: defaultdict[str, list[float]] = defaultdict(list)
+    for fold, predicted in found:
+        for position, index in enumerate(fold.judge):
+            run = runs[index]
+            if "time" in run.labels and not run.is_single and run.gpu != "cpu":
+                by_source[run.source].append(error_of("time", float(predicted["time"][position]), run.labels["time"]))
+    alike = statistics.fmean(map(statistics.fmean, by_source.values()))
+    return f"{alike:.1%}; {statistics.fmean(error for errors in by_source.values() for error in errors):.1%}"
+
+
+def main() -> None:
+    """Show the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("tables", type=Path, nargs="+")
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    arguments = parser.parse_args()
+    lines = []
+    for name, settings in _VARIANTS.items():
+        runs, found = predictions(arguments.tables, {_NAME: settings}, [*_SPLITS], cache=arguments.cache)
+        lines.append([name, *(in_words(runs, found[split, _NAME]) for split in _SPLITS)])
+    show("network-parts", ["what predicts", *_SPLITS.values()], lines, record=arguments.record)
+
+
+if __name__ == "__main__":
+    main()
