@@ -275,7 +275,7 @@ class _Watch:
             steps_after = [self._graph("train", begin, end) for begin, end in spans]
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
-        return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
+        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped))
 
     def _step(self, number: int) -> tuple[int, int, int | None]:
         """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
