@@ -124,8 +124,8 @@ class MeasurementStore:
     and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
     used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
 
-    What cannot wait (counts, correct, set_aside, take_back, prune, export, promote, promoted and roll_back) raises a LogError while
-    the database is away, and a ConfigurationError for arguments that cannot be right.
+    What cannot wait (counts, correct, set_aside, take_back, prune, export, promote, promoted and roll_back) raises a LogError
+    while the database is away, and a ConfigurationError for arguments that cannot be right.
 
     Example:
         >>> from perfguard.verdict import Verdict

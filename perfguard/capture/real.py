@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from perfguard.capture.trial import _cut
+from perfguard.capture.trial import cut_step
 from perfguard.graph.op import Op, Phase, StorageKind
 from perfguard.graph.recorder import Recorder, operator_of, tensors_in
 from perfguard.quantities import format_bytes
@@ -92,10 +92,11 @@ class RealStep(Recorder):
             self.adopt([("", value) for value in tensors_in(list(optimizer.state.values()))], StorageKind.OPTIMIZER_STATE)
             self.__enter__()  # type: ignore[no-untyped-call]
             return True
+        if optimizer is not self._optimizer:
+            return False
         self.mark(gradients, StorageKind.GRADIENT)
         self._marks.append(len(self.ops))
-        differs = _differ(self._step(0), self.captured.graph.ops, self._tolerance)
-        return optimizer is self._optimizer and differs and len(self._marks) < 2
+        return len(self._marks) < 2 and self._differs
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,21 +117,20 @@ class RealStep(Recorder):
         return self.ops[self._marks[number - 1] if number else 0 : self._marks[number]]
 
     @property
+    def _differs(self) -> bool:
+        return _differ(self._step(0), self.captured.graph.ops, self._tolerance)
+
+    @property
     def difference(self) -> str:
         """In words, how the real steps differ from the captured one. Empty: they agree, or it is not known."""
-        captured = self.captured.graph.ops
-        if (
-            len(self._marks) < 2
-            or not _differ(self._step(0), captured, self._tolerance)
-            or _differ(self._step(0), self._step(1), 0.01)
-        ):
+        if len(self._marks) < 2 or not self._differs or _differ(self._step(0), self._step(1), 0.01):
             return ""
-        real, dry = _counts(self._step(0)), _counts(captured)
-        ran = [
+        steps = self._step(0), self.captured.graph.ops
+        (real, dry), (written, expected) = map(_counts, steps), (format_bytes(_bytes_written(ops)) for ops in steps)
+        verbs = [
             f"runs {real[kind]} {noun} ({dry[kind]} in the dry run)" for kind, noun in _NOUNS.items() if real[kind] != dry[kind]
         ]
-        written, expected = (format_bytes(_bytes_written(ops)) for ops in (self._step(0), captured))
-        return " and ".join(["its backward pass", *ran, f"writes {written} ({expected} in the dry run)"]).replace(" and ", " ", 1)
+        return f"its backward pass {' and '.join([*verbs, f'writes {written} ({expected} in the dry run)'])}"
 
     @property
     def graph(self) -> OpGraph:
@@ -140,7 +140,7 @@ class RealStep(Recorder):
         of_optimizer = range(last + 1, end)
         ops = [op._replace(phase=Phase.OPTIMIZER) if index in of_optimizer else op for index, op in enumerate(self.ops)]
         lives = [life._replace(birth_phase=Phase.OPTIMIZER) if life.birth in of_optimizer else life for life in self.lives()]
-        window, storages = _cut(ops, lives, {}, 0, end, after)
+        window, storages = cut_step(ops, lives, {}, 0, end, after)
         return replace(self.captured.graph, ops=window, storages=storages)
 
 
