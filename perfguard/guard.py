@@ -545,8 +545,8 @@ class Guard:
         )
         try:
             captured, graph = real_step.captured, real_step.graph
+            self._real_steps[captured.graph.content_hash] = graph
             with self._lock:
-                self._real_steps[captured.graph.content_hash] = graph
                 verdict = self._judge(captured, graph)
             verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {real_step.difference}")
             self.log.correct(decision.id, verdict, graph)

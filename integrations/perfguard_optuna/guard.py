@@ -222,7 +222,7 @@ class OptunaGuard:
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
         known.run = Run(
-            self.device, on_step=(lambda optimizer: self._after_step(study, trial, optimizer)) if keeps_pace else None
+            self.device, on_step=(lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None
         )
         try:
             known.run.start()
@@ -503,11 +503,10 @@ class OptunaGuard:
             self._write(study, trial, {"stopped": reason}, lambda: self._excess(study, "time", 0.0))
         return reason
 
-    def _after_step(self, study: optuna.Study, trial: AnyTrial, optimizer: Any) -> None:
-        known = self._trial(study, trial)
+    def _after_step(self, study: optuna.Study, known: _Trial, optimizer: Any) -> None:
         if known.real_step is not None:
             known.real_step.after_step(optimizer)
-        self.check_pace(study, trial)
+        self.check_pace(study, known.trial)
 
     def check_pace(self, study: optuna.Study, trial: AnyTrial) -> None:
         """Look at the pace of a running trial. To look at all steps after each would cost more than a step, in the end.

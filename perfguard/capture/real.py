@@ -53,7 +53,9 @@ class RealStep(Recorder):
         self._device_kind = device_kind
         self._tolerance = tolerance
         self._optimizer: Any = None
-        self._marks: list[int] = []
+        self._expected = _backward(captured.graph.ops)
+        self._steps: list[Counter[str]] = []
+        self._marks = [0]
         # One of two optimizers does not make a whole step. Where lengths vary or stages differ, no two steps need be alike.
         is_comparable = captured.num_optimizers == 1 and set(captured.phases) <= {"the evaluation"}
         is_long = captured.steps is None or captured.steps >= 10  # the recorded step is slow, and the step time a median
@@ -83,9 +85,8 @@ class RealStep(Recorder):
             self._optimizer = optimizer
             dynamo = sys.modules.get("torch._dynamo.utils")  # what is compiled would run in another way under a mode
             is_compiled = dynamo is not None and bool(dynamo.counters.get("frames"))
-            if is_compiled or isinstance(optimizer, torch.optim.LBFGS) or _get_current_dispatch_mode_stack():
-                return False
-            if len(self._own(parameters)) < len(parameters):
+            is_elsewhere = len(self._own(parameters)) < len(parameters)
+            if is_compiled or is_elsewhere or isinstance(optimizer, torch.optim.LBFGS) or _get_current_dispatch_mode_stack():
                 return False
             self.adopt([("", parameter) for parameter in parameters], StorageKind.PARAMETER)
             self.adopt(gradients, StorageKind.GRADIENT)
@@ -95,12 +96,11 @@ class RealStep(Recorder):
         if optimizer is not self._optimizer:
             return False
         self.mark(gradients, StorageKind.GRADIENT)
+        self._steps.append(_backward(self.ops[self._marks[-1] :]))
         self._marks.append(len(self.ops))
-        return len(self._marks) < 2 and self._differs
+        return len(self._steps) < 2 and self._differs
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = func(*args, **(kwargs or {}))
             if not self._is_over:
@@ -113,49 +113,39 @@ class RealStep(Recorder):
     def _own(self, value: Any) -> list[torch.Tensor]:
         return [tensor for tensor in tensors_in(value) if tensor.device.type == self._device_kind]
 
-    def _step(self, number: int) -> list[Op]:
-        return self.ops[self._marks[number - 1] if number else 0 : self._marks[number]]
-
     @property
     def _differs(self) -> bool:
-        return _differ(self._step(0), self.captured.graph.ops, self._tolerance)
+        return _differ(self._steps[0], self._expected, self._tolerance)
 
     @property
     def difference(self) -> str:
         """In words, how the real steps differ from the captured one. Empty: they agree, or it is not known."""
-        if len(self._marks) < 2 or not self._differs or _differ(self._step(0), self._step(1), 0.01):
+        if len(self._steps) < 2 or not self._differs or _differ(*self._steps, 0.01):
             return ""
-        steps = self._step(0), self.captured.graph.ops
-        (real, dry), (written, expected) = map(_counts, steps), (format_bytes(_bytes_written(ops)) for ops in steps)
-        verbs = [
+        real, dry = self._steps[0], self._expected
+        ran = [
             f"runs {real[kind]} {noun} ({dry[kind]} in the dry run)" for kind, noun in _NOUNS.items() if real[kind] != dry[kind]
         ]
-        return f"its backward pass {' and '.join([*verbs, f'writes {written} ({expected} in the dry run)'])}"
+        wrote = f"writes {format_bytes(real['bytes'])} ({format_bytes(dry['bytes'])} in the dry run)"
+        return f"its backward pass {' and '.join([*ran, wrote])}"
 
     @property
     def graph(self) -> OpGraph:
         """The second step as it really ran. There is one if there is a difference."""
-        end, after = self._marks
-        last = max(index for index, op in enumerate(self.ops[:end]) if op.phase is Phase.BACKWARD)
-        of_optimizer = range(last + 1, end)
-        ops = [op._replace(phase=Phase.OPTIMIZER) if index in of_optimizer else op for index, op in enumerate(self.ops)]
+        _, end, after = self._marks
+        of_optimizer = range(1 + max(at for at, op in enumerate(self.ops[:end]) if op.phase is Phase.BACKWARD), end)
+        ops = [op._replace(phase=Phase.OPTIMIZER) if at in of_optimizer else op for at, op in enumerate(self.ops)]
         lives = [life._replace(birth_phase=Phase.OPTIMIZER) if life.birth in of_optimizer else life for life in self.lives()]
         window, storages = cut_step(ops, lives, {}, 0, end, after)
         return replace(self.captured.graph, ops=window, storages=storages)
 
 
-def _backward(ops: Sequence[Op]) -> list[Op]:
-    return [op for op in ops if op.phase is Phase.BACKWARD]
+def _backward(ops: Sequence[Op]) -> Counter[str]:
+    """The number of operators of each kind in the backward pass, and the "bytes" that they write."""
+    counts = Counter(op.kind for op in ops if op.phase is Phase.BACKWARD)
+    counts["bytes"] = sum(op.bytes_written for op in ops if op.phase is Phase.BACKWARD)
+    return counts
 
 
-def _counts(ops: Sequence[Op]) -> Counter[str]:
-    return Counter(op.kind for op in _backward(ops))
-
-
-def _bytes_written(ops: Sequence[Op]) -> int:
-    return sum(op.bytes_written for op in _backward(ops))
-
-
-def _differ(one: Sequence[Op], other: Sequence[Op], tolerance: float) -> bool:
-    less, more = sorted(map(_bytes_written, (one, other)))
-    return more - less > tolerance * more
+def _differ(one: Counter[str], other: Counter[str], tolerance: float) -> bool:
+    return abs(one["bytes"] - other["bytes"]) > tolerance * max(one["bytes"], other["bytes"])
