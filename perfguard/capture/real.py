@@ -120,7 +120,7 @@ class RealStep(Recorder):
     @property
     def difference(self) -> str:
         """In words, how the real steps differ from the captured one. Empty: they agree, or it is not known."""
-        if len(self._steps) < 2 or not self._differs or _differ(*self._steps, 0.01):
+        if len(self._steps) < 2 or not self._differs or _differ(self._steps[0], self._steps[1], 0.01):
             return ""
         real, dry = self._steps[0], self._expected
         ran = [

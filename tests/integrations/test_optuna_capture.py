@@ -564,7 +564,5 @@ def test_trial_that_runs_another_step_than_its_dry_run_warns_once_and_is_learnt_
     first, *later = store.records()
     assert first.verdict is not None
     assert "the real step differs" in first.verdict.remark
-    # The first trial was judged by the dry run. Equal ones are judged by the real step.
-    judged = [record_of(trial).verdict for trial in study.trials]
-    assert judged[1].predicted["step_time"].median > judged[0].predicted["step_time"].median  # type: ignore[union-attr]
+    # Equal trials are judged by the real step, so nothing of theirs is corrected.
     assert [record.verdict.remark for record in later] == ["", ""]  # type: ignore[union-attr]
