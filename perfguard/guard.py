@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     from perfguard.budget import Limit
+    from perfguard.capture.real import RealStep
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.log import MeasurementStore
@@ -179,6 +180,8 @@ class Guard:
         """Trials that have ended, and from which the guard may have learnt."""
         self._expected_violations = 0.0
         self._traces = TraceCache()
+        self._real_steps: dict[str, OpGraph] = {}
+        """What captured steps really are, by their hash. A launched trial has shown it."""
         self._lock = threading.RLock()
         self._warned: set[tuple[type[Warning], str]] = set()
         self._learner = Learner(self.predictor, self.log)
@@ -236,7 +239,7 @@ class Guard:
             WorkloadError: if the workload cannot be traced.
         """
         if isinstance(workload, CapturedTrial):
-            return workload.graph
+            return self._real_steps.get(workload.graph.content_hash, workload.graph)
         return self._traces.trace(workload, target=self.device)
 
     def with_steps(self, workload: AnyWorkload, params: Mapping[str, Any]) -> AnyWorkload:
@@ -555,12 +558,48 @@ class Guard:
 
     # --- Learning ---------------------------------------------------------------------------------------------------------------
 
-    def learn(self, decision: Decision, measurement: Measurement) -> None:
+    def watch(self, captured: CapturedTrial) -> RealStep | None:
+        """Return what holds a step of a launched trial against its dry run. None: an equal trial was launched before."""
+        from perfguard.capture.real import RealStep
+
+        if captured.graph.content_hash in self._real_steps:
+            return None
+        self._real_steps[captured.graph.content_hash] = captured.graph
+        return RealStep(captured, self.device.kind)
+
+    def _correct(self, decision: Decision, real_step: RealStep) -> Decision:
+        """Put the step that really ran in the place of the captured one, in the log and for later trials that are equal."""
+        self.warn_once(
+            DriftWarning,
+            f"A trial runs another step than its dry run (shown once): {real_step.difference}. PerfGuard learns from the real "
+            "step, and judges equal trials by it. Look for code that depends on the device, on values or on the number of calls, "
+            "or describe the step: build=...",
+            about="real step",
+        )
+        try:
+            captured, graph = real_step.captured, real_step.graph
+            self._real_steps[captured.graph.content_hash] = graph
+            with self._lock:
+                verdict = self._judge(captured, graph)
+            verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {real_step.difference}")
+            self.log.correct(decision.id, verdict, graph)
+        except Exception as error:
+            self.warn_once(LogWarning, f"PerfGuard could not log a real step (shown once): {type(error).__name__}: {error}")
+            return decision
+        return replace(decision, verdict=verdict)
+
+    def learn(self, decision: Decision, measurement: Measurement, *, real_step: RealStep | None = None) -> None:
         """Log what a launched trial cost, and condition the predictor on all runs that the log holds for this device.
 
         A reading that cannot be believed is not learnt, and the guard warns about it once. A change of driver, framework or card
         gives a :class:`DriftWarning`. A run on another device than the guarded one is logged under that device. Nothing is learnt
         from it, and one :class:`MeasurementWarning` says so.
+
+        Args:
+            decision: on the trial.
+            measurement: of the trial.
+            real_step: what was recorded of the trial, see :meth:`watch`. Where its dry run has shown another step, that is said
+                once, and the real step is learnt.
         """
         self.num_ended += 1
         elsewhere = self.why_not_measured(measurement)
@@ -573,6 +612,8 @@ class Guard:
             )
         elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
             measurement = replace(measurement, device_id=self.device.id)
+        if real_step is not None and real_step.difference and not elsewhere:
+            decision = self._correct(decision, real_step)
         if decision.verdict.phase:  # the log has the graph of a training step, which needs less
             measurement = replace(measurement, peak_memory_bytes=None)
         if not decision.id:

@@ -124,8 +124,8 @@ class MeasurementStore:
     and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
     used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
 
-    What cannot wait (counts, set_aside, take_back, prune, export, promote, promoted and roll_back) raises a LogError while the
-    database is away, and a ConfigurationError for arguments that cannot be right.
+    What cannot wait (counts, correct, set_aside, take_back, prune, export, promote, promoted and roll_back) raises a LogError
+    while the database is away, and a ConfigurationError for arguments that cannot be right.
 
     Example:
         >>> from perfguard.verdict import Verdict
@@ -220,6 +220,15 @@ class MeasurementStore:
         with self._lock:
             values = {"decision_id": decision_id, "recorded_at_ns": self._now_ns(), "set_aside": None}
             self._deliver(tables.measurement_row(measurement, **values))
+
+    def correct(self, decision_id: str, verdict: Verdict, graph: OpGraph) -> None:
+        """Replace the verdict of a decision and its graph: the trial runs another step than the one that was judged."""
+        values = tables.decision_row(verdict, {}, graph_hash=graph.content_hash).values
+        del values["params"]
+        with self._opened() as database:
+            database.write([tables.graph_row(graph)])
+            with database.transaction() as connection:
+                connection.execute(sql.update(DecisionRow).where(DecisionRow.decision_id == decision_id).values(values))
 
     def records(self, of: str | Selection | None = None, *, newest: int | None = None) -> list[TrialRecord]:
         """The newest trials of a study (its name) or of a selection, oldest first. ``of`` or ``newest`` None: all."""

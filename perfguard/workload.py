@@ -180,6 +180,8 @@ class CapturedTrial:
     """Optimizer steps of the whole trial. None: the dry run did not come to the objective's end."""
     unseen: str = ""
     """Why the dry run did not come to the objective's end. Empty: it did."""
+    num_optimizers: int = 1
+    """Optimizers that have made steps: several make one step together, or train one model after the other."""
 
     @property
     def mode(self) -> Mode:

@@ -39,6 +39,7 @@ from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
 from perfguard.workload import (
     AnyBuild,
     AnyWorkload,
+    CapturedTrial,
     WatchedParams,
     Workload,
     announce_optimizer,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
+    from perfguard.capture.real import RealStep
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
     from perfguard.log import MeasurementStore
@@ -219,7 +221,9 @@ class OptunaGuard:
             return False
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
-        known.run = Run(self.device, on_step=(lambda: self.check_pace(study, trial)) if keeps_pace else None)
+        known.run = Run(
+            self.device, on_step=(lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None
+        )
         try:
             known.run.start()
         except Exception as error:
@@ -263,7 +267,10 @@ class OptunaGuard:
         if params.missing and not final:
             return None
         self._warn_of_slips(params)
-        return self.decide(study, trial, params, lambda: workload)
+        decision = self.decide(study, trial, params, lambda: workload)
+        if isinstance(workload, CapturedTrial) and decision.verdict.action != "prune":
+            known.real_step = self.guard.watch(workload)
+        return decision
 
     def _warn_of_slips(self, params: WatchedParams) -> None:
         """Warn if a name for which a default counts is nearly one that the trial has."""
@@ -496,6 +503,11 @@ class OptunaGuard:
             self._write(study, trial, {"stopped": reason}, lambda: self._excess(study, "time", 0.0))
         return reason
 
+    def _after_step(self, study: optuna.Study, known: _Trial, optimizer: Any) -> None:
+        if known.real_step is not None:
+            known.real_step.after_step(optimizer)
+        self.check_pace(study, known.trial)
+
     def check_pace(self, study: optuna.Study, trial: AnyTrial) -> None:
         """Look at the pace of a running trial. To look at all steps after each would cost more than a step, in the end.
 
@@ -539,6 +551,9 @@ class OptunaGuard:
         self, study: optuna.Study, known: _Trial, status: Status, note: str, *, was_cut_off: bool, at_last_step: bool = False
     ) -> Measurement | None:
         run, decision, known.run, known.is_over = known.run, known.decision, None, True
+        real_step, known.real_step = known.real_step, None
+        if real_step is not None:
+            real_step.close()
         assert run is not None
         assert decision is not None
         try:
@@ -569,7 +584,7 @@ class OptunaGuard:
                 about="repair",
             )
         else:
-            self.guard.learn(decision, measurement)
+            self.guard.learn(decision, measurement, real_step=real_step)
         return measurement
 
     def _warn_unmeasured(self, error: Exception) -> None:
@@ -612,6 +627,8 @@ class _Trial:
     is_over: bool = False
     """Whether it was measured, or reported as unguarded. It is not judged again."""
     repair_was_read: bool = False
+    real_step: RealStep | None = None
+    """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
 
 
 @dataclass(slots=True)

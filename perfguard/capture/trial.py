@@ -275,7 +275,7 @@ class _Watch:
             steps_after = [self._graph("train", begin, end) for begin, end in spans]
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
-        return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
+        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped))
 
     def _step(self, number: int) -> tuple[int, int, int | None]:
         """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
@@ -311,7 +311,7 @@ class _Watch:
         return found
 
     def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:
-        ops, storages = _cut(self._recorder.ops, self._recorder.lives(), self._lasting(), begin, end, after)
+        ops, storages = cut_step(self._recorder.ops, self._recorder.lives(), self._lasting(), begin, end, after)
         precision = self._precision
         dtypes = [p.dtype for _, p in self._named_parameters()]
         if precision == "fp32" and dtypes and all(dtype in _HALF for dtype in dtypes):
@@ -346,7 +346,7 @@ class _Watch:
         )
 
 
-def _cut(
+def cut_step(
     ops: list[Op], lives: list[Life], lasting: Mapping[int, tuple[StorageKind, str]], begin: int, end: int, after: int | None
 ) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
     """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.

@@ -50,7 +50,8 @@ class _Operator(NamedTuple):
 _operators: dict[torch._ops.OpOverload, _Operator] = {}
 
 
-def _operator(func: torch._ops.OpOverload) -> _Operator:
+def operator_of(func: torch._ops.OpOverload) -> _Operator:
+    """What is known of an operator before a call."""
     known = _operators.get(func)
     if known is None:
         name = func._schema.name.partition("::")[2]
@@ -99,6 +100,9 @@ class Recorder(TorchDispatchMode):
         modules: the stack of paths of the modules that are running, kept by the caller.
     """
 
+    _birth_of_unseen: int | None = None
+    """Of a storage that an operator reads and none has made. None: it is made now."""
+
     def __init__(self, modules: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase | None = None
@@ -123,14 +127,14 @@ class Recorder(TorchDispatchMode):
     def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
         """Register what is there before the step."""
         for name, tensor in named_tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            if self._own(tensor):
                 self._storage_index(tensor, name=name, kind=kind, birth=-1)
 
     def mark(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind, *, anew: bool = False) -> None:
         """Name the role of what was made while recording, unless it has one, or ``anew``."""
         with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
             for name, tensor in named_tensors:
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if self._own(tensor):
                     index = self._storage_index(tensor)
                     if anew or self._kinds[index] is None:
                         self._kinds[index], self._names[index] = kind, name
@@ -196,7 +200,7 @@ class Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = _operator(func)
+        operator = operator_of(func)
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
         if func is torch.ops.aten.index.Tensor and any(map(is_mask, args[1])):
@@ -204,18 +208,24 @@ class Recorder(TorchDispatchMode):
         out = self.selections.outputs_of(func, args)
         if out is NotImplemented:
             out = outputs_of(func, args, kwargs)
+        self._note(func, operator, args, kwargs, out)
+        return out
+
+    def _note(
+        self, func: torch._ops.OpOverload, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         if operator.is_view:
             self._views += 1
-            return out
-        inputs, outputs = _meta_tensors((args, kwargs)), _meta_tensors(out)
+            return
+        inputs, outputs = self._own((args, kwargs)), self._own(out)
         if not inputs and not outputs:
-            return out
-        read = tuple(dict.fromkeys(map(self._storage_index, inputs)))
+            return
+        read = tuple(dict.fromkeys(self._storage_index(tensor, birth=self._birth_of_unseen) for tensor in inputs))
         written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
         self.selections.note(func, operator.name, args, kwargs, out)
-        mutated = _meta_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
+        mutated = self._own([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
         if not operator.launches or (written and not mutated and set(written) <= set(read)):
-            return out
+            return
         phase, module = self._where()
         first = outputs[0] if outputs else mutated[0] if mutated else None
         written_bytes = sum(map(_moved_bytes, outputs or mutated))
@@ -236,7 +246,10 @@ class Recorder(TorchDispatchMode):
         self._bury()
         self.ops.append(op)
         self._views = 0
-        return out
+
+    def _own(self, value: Any) -> list[torch.Tensor]:
+        """The tensors in ``value`` that are recorded."""
+        return [tensor for tensor in tensors_in(value) if tensor.is_meta]
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
         """Masks become positions, as in the kernel of the target, which calls `nonzero`."""
@@ -297,10 +310,6 @@ class Recorder(TorchDispatchMode):
             if self._index_by_address.get(reference.address) == reference.index:
                 del self._index_by_address[reference.address]
             self._references.pop(reference.index, None)
-
-
-def _meta_tensors(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_meta]
 
 
 def _moved_bytes(tensor: torch.Tensor) -> int:

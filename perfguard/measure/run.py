@@ -49,10 +49,10 @@ class Run:
     Args:
         device: where the trial is meant to run.
         probe: what measures it. None: the resident set on a CPU; PyTorch's allocator and NVML on a GPU.
-        on_step: called after each step of an optimizer. It may raise, which ends the trial there.
+        on_step: called with the optimizer after each of its steps. It may raise, which ends the trial there.
     """
 
-    def __init__(self, device: Device, *, probe: Probe | None = None, on_step: Callable[[], object] | None = None) -> None:
+    def __init__(self, device: Device, *, probe: Probe | None = None, on_step: Callable[[Any], object] | None = None) -> None:
         self._device = device
         self._on_step = on_step
         self._probe: Probe = probe or (CpuProbe() if device.kind == "cpu" else GpuProbe(device.context_bytes))
@@ -238,7 +238,7 @@ def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
     if not any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"][:1]):  # being traced
         run._timer.step()
         if run._on_step is not None:
-            run._on_step()
+            run._on_step(optimizer)
 
 
 _Label = Literal["step", "wait begins", "wait ends"]

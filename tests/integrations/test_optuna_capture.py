@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import perfguard_optuna
 from perfguard import Device, resolve_device
-from perfguard.exceptions import CaptureError, TooLargeError, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.exceptions import CaptureError, DriftWarning, TooLargeError, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.log import MeasurementStore
 from perfguard.workload import CapturedTrial
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of
 from perfguard_optuna.capture import ObjectiveBuild
@@ -614,3 +615,38 @@ def test_values_that_were_copied_to_the_device_are_read_back() -> None:
 def test_too_large_is_an_error_of_a_capture() -> None:
     with pytest.raises(TooLargeError):
         captured(lambda trial: train(nn.Linear(2**62, 4), make_loader(5)))
+
+
+# --- The real step beside the dry run -------------------------------------------------------------------------------------------
+
+
+def deeper_for_real(trial: optuna.Trial) -> float:
+    """Twice the layers where something is computed."""
+    width = trial.suggest_categorical("width", [64])
+    depth = 4 if nn.Linear(1, 1).weight.is_meta else 8
+    model = nn.Sequential(nn.Linear(20, width), *(nn.Linear(width, width) for _ in range(depth)), nn.Linear(width, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in DataLoader(TensorDataset(torch.randn(640, 20), torch.randint(0, 3, (640,))), 32):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_trial_that_runs_another_step_than_its_dry_run_warns_once_and_is_learnt_as_it_is() -> None:
+    store, study = MeasurementStore(":memory:"), study_of()
+    objective = perfguard_optuna.guarded(deeper_for_real, gpu="cpu", log=store)
+    with pytest.warns(DriftWarning, match=r"runs 19 matrix products \(11 in the dry run\)") as warned:
+        study.optimize(objective, n_trials=3)
+    assert sum(issubclass(warning.category, DriftWarning) for warning in warned) == 1
+    captured_graph = captured(deeper_for_real, CPU).graph
+    observations = store.observations(CPU)
+    assert len(observations) == 3
+    assert {run.graph.flops for run in observations} == {observations[0].graph.flops}
+    assert observations[0].graph.flops > 1.5 * captured_graph.flops
+    first, *later = store.records()
+    assert first.verdict is not None
+    assert "the real step differs" in first.verdict.remark
+    # Equal trials are judged by the real step, so nothing of theirs is corrected.
+    assert [record.verdict.remark for record in later] == ["", ""]  # type: ignore[union-attr]

@@ -1,0 +1,185 @@
+"""A real step is held against its dry run: they agree on what was captured right, and nothing of the user's changes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from perfguard.capture.real import RealStep
+from perfguard.capture.trial import capture
+from perfguard.devices import resolve_device
+from perfguard.graph import StorageKind
+from perfguard.workload import CapturedTrial
+
+CPU = resolve_device("cpu")
+
+
+def perceptron(depth: int = 4) -> nn.Module:
+    hidden = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth))
+    return nn.Sequential(nn.Linear(48, 64), *hidden, nn.Linear(64, 3))
+
+
+def convolutional() -> nn.Module:
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(nn.Unflatten(1, (3, 4, 4)), *layers, nn.Flatten(), nn.Linear(64, 3))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 16)), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(48, 3))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(48, 64), nn.Dropout(), nn.Linear(64, 64)), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+
+def train(
+    model: nn.Module, around: Callable[[int], Any] = lambda _: nullcontext(), *, accumulation: int = 1
+) -> list[torch.Tensor]:
+    """Train for 12 steps, each in a context of its own, and return what the training has left."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            nn.init.normal_(parameter, std=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(12 * 16 * accumulation, 48), torch.randint(0, 3, (12 * 16 * accumulation,)))
+    with torch.no_grad():
+        model(data.tensors[0][:16])  # an evaluation before the first step
+    for number, (x, y) in enumerate(DataLoader(data, 16, shuffle=True), 1):
+        with around(number):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if number % accumulation == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [*model.state_dict().values(), torch.rand(1)]
+
+
+@contextmanager
+def watching(step: RealStep) -> Iterator[RealStep]:
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: step.after_step(optimizer))
+    try:
+        yield step
+    finally:
+        hook.remove()
+        step.close()
+        assert step not in _get_current_dispatch_mode_stack()
+
+
+def captured_by(objective: Callable[[], object]) -> CapturedTrial:
+    return capture(objective, CPU)
+
+
+@functools.cache
+def shallow() -> CapturedTrial:
+    return captured_by(lambda: train(perceptron(4)))
+
+
+MODELS = [perceptron, convolutional, encoder, Checkpointed]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("make", MODELS)
+def test_real_step_agrees_with_its_dry_run_and_changes_no_number(make: Callable[[], nn.Module], accumulation: int) -> None:
+    # tolerance=1e-3: they agree to the byte, but for the scalar with which a backward pass begins
+    step = RealStep(captured_by(lambda: train(make(), accumulation=accumulation)), "cpu", tolerance=1e-3)
+    alone = train(make(), accumulation=accumulation)
+    with watching(step):
+        beside = train(make(), accumulation=accumulation)
+    assert step.ops
+    assert step.difference == ""
+    assert all(map(torch.equal, alone, beside))
+
+
+def test_difference_has_the_graph_of_the_real_step() -> None:
+    with watching(RealStep(shallow(), "cpu")) as step:
+        train(model := perceptron(8))
+    assert "runs 19 matrix products (11 in the dry run) and writes" in step.difference
+    other = captured_by(lambda: train(perceptron(8))).graph
+    parameters = sum(4 * parameter.numel() for parameter in model.parameters())
+    real = step.graph.bytes_by_kind(len(step.graph.ops) - 1)
+    assert (real[StorageKind.PARAMETER], real[StorageKind.GRADIENT]) == (parameters, parameters)
+    assert real[StorageKind.OPTIMIZER_STATE] == pytest.approx(2 * parameters, rel=0.01)
+    assert step.graph.flops == pytest.approx(other.flops, rel=0.02)
+    assert step.graph.peak_live_bytes == pytest.approx(other.peak_live_bytes, rel=0.15)  # the data set is beside it on the host
+
+
+def test_step_that_depends_on_chance_is_no_difference() -> None:
+    class Deep(nn.Module):
+        def __init__(self, depths: list[int]) -> None:
+            super().__init__()
+            self.layers: Any = perceptron(8)
+            self.depths = itertools.cycle(depths)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layers[-1](self.layers[: next(self.depths)](x))
+
+    with watching(RealStep(captured_by(lambda: train(Deep([2]))), "cpu")) as step:
+        train(Deep([2, 2, 5, 9]))
+    assert step.difference == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_optimizers": 2}, {"steps": 5}, {"phases": {"the longest batch of 1000 samples": None}}, "unmodelled"],
+    ids=str,
+)
+def test_what_cannot_be_compared_is_not_recorded(changes: Any) -> None:
+    found = shallow()
+    changes = {"graph": replace(found.graph, unmodelled=("opaque",))} if changes == "unmodelled" else changes
+    with watching(RealStep(replace(found, **changes), "cpu")) as step:
+        train(perceptron(8))
+    assert (step.ops, step.difference) == ([], "")
+
+
+def test_device_that_is_not_the_guarded_one_is_not_recorded() -> None:
+    with watching(RealStep(shallow(), "cuda")) as step:
+        train(perceptron(8))
+    assert (step.ops, step.difference) == ([], "")
+
+
+@pytest.mark.parametrize("steps", [{1, 2, 3}, {2}, {3}], ids=str)
+def test_modes_of_the_user_stay_in_order(steps: set[int]) -> None:
+    def around(number: int) -> Any:
+        return FlopCounterMode(display=False) if number in steps else nullcontext()
+
+    alone = train(perceptron(8))
+    with watching(RealStep(shallow(), "cpu")):
+        assert all(map(torch.equal, alone, train(perceptron(8), around)))
+
+
+def test_failure_of_the_recorder_ends_it_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, step = train(perceptron(8)), RealStep(shallow(), "cpu")
+    monkeypatch.setattr("perfguard.graph.recorder.flops_of", lambda *_: 1 / 0)
+    with watching(step):
+        assert all(map(torch.equal, alone, train(perceptron(8))))
+    assert step.difference == ""
+
+
+def test_step_that_raises_leaves_no_mode_behind() -> None:
+    def around(number: int) -> Any:
+        assert number < 3
+        return nullcontext()
+
+    with pytest.raises(AssertionError), watching(RealStep(shallow(), "cpu")):
+        train(perceptron(4), around)
