@@ -23,12 +23,12 @@ from perfguard_research.leaderboard import error_of, predictions
 _NAME = "step-time"
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
 _VARIANTS: Mapping[str, dict[str, Any]] = {
-    "two rounds of messages, and trees (shipped)": {},
+    "one round of messages, and trees (shipped)": {},
     "the same, another seed": {"seed": 1},
-    "one round, and trees": {"rounds": 1},
+    "two rounds, and trees": {"rounds": 2},
     "no messages, and trees": {"rounds": 0},
     "no messages, another seed": {"rounds": 0, "seed": 1},
-    "two rounds, no trees": {"trees": 0},
+    "one round, no trees": {"trees": 0},
     "no messages, no trees": {"rounds": 0, "trees": 0},
 }
 

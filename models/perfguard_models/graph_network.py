@@ -28,16 +28,20 @@ Shapes: B steps, R nodes of all steps together, E edges, N launches of the longe
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn.conv import MessagePassing
 
 from perfguard.graph import Phase
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, EDGE_COLUMNS, HOST_KINDS, NUM_NAMES
+
+with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
+    warnings.simplefilter("ignore")
+    from torch_geometric.nn.conv import MessagePassing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -182,7 +186,7 @@ class GraphNetwork(nn.Module):
         bound: the most that an operator's neighbours change of the logarithm of its inefficiency.
     """
 
-    def __init__(self, hidden: int = 96, channels: int = 48, messages: int = 32, rounds: int = 2, bound: float = 0.3) -> None:
+    def __init__(self, hidden: int = 96, channels: int = 48, messages: int = 32, rounds: int = 1, bound: float = 0.3) -> None:
         super().__init__()
         self.bound = bound
         self.name = nn.Embedding(NUM_NAMES, 8)

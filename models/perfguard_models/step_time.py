@@ -59,7 +59,7 @@ class StepTime:
         *,
         epochs: int = 14,
         hidden: int = 96,
-        rounds: int = 2,
+        rounds: int = 1,
         bound: float = 0.3,
         learning_rate: float = 1e-2,
         host_sigma: float = 0.5,

@@ -39,6 +39,8 @@ _HOST_PRIOR = 1e-4
 in common. Then a network with many softmaxes was far too slow."""
 _HALF_LAW = 0.3
 """Weight of the law that half precision is not slower than TF32."""
+_EPOCHS_OF_CPUS = 3
+"""How often an epoch has the runs of CPUs, which are few and small, and must teach what GPUs do not have."""
 _MACHINE_RATE = 2e-2
 _WEIGHT_DECAY = 1e-2
 _ROWS_FOR_SCALE = 400
@@ -115,6 +117,7 @@ class TrainableStepTime(StepTime):
         )
 
     def _fit_network(self, runs: Sequence[Run], on_epoch: OnEpoch | None) -> None:
+        runs = [run for run in runs for _ in range(_EPOCHS_OF_CPUS if run.gpu == "cpu" else 1)]
         seed = self.settings["seed"]
         torch.manual_seed(seed)
         self.network, self.machines = self.new_network(), _Machines(runs)
@@ -160,14 +163,13 @@ class TrainableStepTime(StepTime):
         return network(packed).log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
 
     def _half_over_tf32(self, network: GraphNetwork, packed: Packed) -> torch.Tensor:
-        """How much longer products and convolutions take in half precision than in TF32, which no law allows. Shape: ().
+        """How much longer products take in half precision than in TF32, which no law allows. Shape: ().
 
         It is the mean squared log ratio of the times, where it is above 0. The operators in TF32 are those of the batch with
         the columns changed: no row of the tables has both. Half precision was measured far more often, so TF32 gives way.
         """
         x = packed.x * self.scale[1] + self.scale[0]
-        is_product = (x[:, _COLUMN["log_k"]] > 0) | (x[:, _COLUMN["log_kernel"]] > 0)
-        chosen = is_product & (x[:, _COLUMN["half"]] > 0.5) & (x[:, _COLUMN["log_tf32_over_float"]] > 0)
+        chosen = (x[:, _COLUMN["log_k"]] > 0) & (x[:, _COLUMN["half"]] > 0.5) & (x[:, _COLUMN["log_tf32_over_float"]] > 0)
         half, names = x[chosen], packed.name[chosen]
         if not len(half):
             return torch.zeros(())
