@@ -257,13 +257,13 @@ class Refinable(Protocol):
 
     @property
     def lineage(self) -> str:
-        """Name and version of the shipped weights. Refined weights fit these alone."""
+        """Name and version of the shipped weights. Fine-tuned weights fit these alone."""
 
     @property
     def shift_on_reference(self) -> float:
-        """Distance of the refinement in use from the shipped weights, as a mean |logarithm|.
+        """Distance of the fine-tuned weights in use from the shipped ones, as a mean |logarithm| over steps of the training data.
 
-        The mean is over a summary of the shipped weights' training data. 0: there is no refinement, or no summary.
+        0: the shipped weights are in use.
         """
 
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:

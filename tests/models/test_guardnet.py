@@ -101,7 +101,7 @@ def test_the_shipped_weights_load_and_make_a_predictor(net: GuardNet) -> None:
 
 def wrong_shape(weights: Path) -> None:
     tensors = load_file(weights.with_suffix(".safetensors"))
-    tensors["network0.kind"] = torch.zeros(2, 2)
+    tensors["network.kind"] = torch.zeros(2, 2)
     save_file(tensors, weights.with_suffix(".safetensors"))
     rewrite_tensors(weights, weights.with_suffix(".safetensors").read_bytes())
 

@@ -118,9 +118,9 @@ def test_train_refuses_rows_of_a_processor_beside_rows_of_a_card(tmp_path: Path,
     batches = [dataclasses.replace(MLP, precision="fp32", batch_size=batch) for batch in range(2, 14)]
     rows = [row_of(batch, **device) for batch in batches for device in ({}, on_cpu)]
     table, out = write(tmp_path / "rows.csv", rows), tmp_path / "weights"
-    words = ["train", str(table), "--predictor", "step-time", "--out", str(out), "--cache", str(tmp_path / "cache")]
+    words = ["train", str(table), "--predictor", "memory-forest", "--out", str(out), "--cache", str(tmp_path / "cache")]
     assert main([*words, "--jobs", "1"]) == 1
-    assert "runs on a CPU and on GPUs. Weights are for one of them" in capsys.readouterr().err
+    assert "runs on a CPU and on GPUs. The weights of memory-forest are for one of them" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -137,10 +137,11 @@ def test_predictors_learn_from_collected_rows(tmp_path: Path) -> None:
     assert fitting.capacity_bytes == failing.capacity_bytes == 2**31 < resolve_device("t4").memory_bytes
 
 
-@pytest.mark.parametrize("name", ["cpu-step-time", "cpu-memory-forest"])
+@pytest.mark.parametrize("name", ["step-time", "cpu-memory-forest"])
 def test_weights_for_cpus_can_be_trained_again(name: str) -> None:
     """The table that they were trained on is in the repository, and their cards have its rows."""
     root = Path(__file__).resolve().parents[2]
     card = json.loads((root / "models" / "perfguard_models" / "weights" / f"{name}.json").read_text(encoding="utf-8"))
     rows = read_rows(root / "benchmarks" / "data" / "cpu.csv.gz")
-    assert card["rows"] == Counter(f"collected {row.source} cpu {row.mode}" for row in rows if row.status == "ok")
+    of_cpus = {name: number for name, number in card["rows"].items() if " cpu " in name}
+    assert of_cpus == Counter(f"collected {row.source} cpu {row.mode}" for row in rows if row.status == "ok")

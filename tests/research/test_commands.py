@@ -72,7 +72,7 @@ def table_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(table_of_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     words = ["train", str(table_of_runs), "--predictor", "step-time", "--out", str(folder), "--cache", str(folder / "cache")]
-    settings = ["--set", "epochs=12", "--set", "networks=1", "--set", "hidden=16", "--jobs", "1"]
+    settings = ["--set", "epochs=12", "--set", "hidden=16", "--jobs", "1"]
     assert main([*words, *settings]) == 0
     return folder / "step-time"
 
