@@ -23,8 +23,8 @@ _GRAPHICS_CARDS = ("gtx", "rtx", "titan", "quadro")
 
 
 def use_of(run: Run) -> str:
-    """What was run. Empty: a single operator."""
-    if run.is_single:
+    """What was run. Empty: a single operator, or on a CPU."""
+    if run.is_single or run.gpu == "cpu":
         return ""
     convolutions, products = (sum(run.view["sums"][STEP_FEATURES.index(name)] for name in names)
                               for names in (_CONVOLUTIONS, _PRODUCTS))  # fmt: skip

@@ -186,7 +186,7 @@ class StepTime:
         )
         ends = torch.cat([ends, ends.flip(0)], dim=1)
         count = joined["edge_count"].repeat(2)
-        direction = torch.ones(len(count), 1)
+        direction = count.new_ones((len(count), 1))
         direction[len(count) // 2 :] = -1
         return Packed(
             x=self.standardised(x),
@@ -197,7 +197,7 @@ class StepTime:
             node_is_cpu=is_cpu.repeat_interleave(torch.tensor(nodes, dtype=torch.long)),
             edge_index=ends,
             edge_attr=torch.cat([joined["edge_x"].float().repeat(2, 1) / _EDGE_SCALE, direction], dim=1),
-            edge_weight=count / torch.zeros(int(starts[-1])).index_add(0, ends[1], count)[ends[1]],
+            edge_weight=count / count.new_zeros(int(starts[-1])).index_add(0, ends[1], count)[ends[1]],
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
