@@ -25,9 +25,7 @@ _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": 
 _VARIANTS: Mapping[str, dict[str, Any]] = {
     "one round of messages, and trees (shipped)": {},
     "the same, another seed": {"seed": 1},
-    "two rounds, and trees": {"rounds": 2},
     "no messages, and trees": {"rounds": 0},
-    "no messages, another seed": {"rounds": 0, "seed": 1},
     "one round, no trees": {"trees": 0},
     "no messages, no trees": {"rounds": 0, "trees": 0},
 }
