@@ -2,10 +2,11 @@
 
     python benchmarks/capture.py                              # all
     python benchmarks/capture.py --only resnet50 llama_1.5b
+    python benchmarks/capture.py --ray --only convolutional resnet50   # as tasks of Ray
 
 Each objective is dry-run for an absent A100, in a process of its own. "cold" is the first dry run, with the start of its server;
 "warm" is a second one of another structure; "known" is a third, equal to the second. "equal" compares the graph with that of an
-explicit Workload.
+explicit Workload. A dry run of Ray is a process of its own; the first one waits for Ray to start its processes, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,29 @@ def is_equal(graph: Any, workload: Workload, device: Any) -> str:
     return "yes" if graph.content_hash == trace(workload, target=device).content_hash else "no"
 
 
+def ray_rows(names: Sequence[str]) -> list[list[str]]:
+    """Seconds of three dry runs of each objective, as a training function of Ray."""
+    import ray
+
+    from perfguard_ray.capture import TrainableBuild
+
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    rows = []
+    for name in names:
+        build, seconds = TrainableBuild(functools.partial(as_trainable, EXPLICIT[name][0]), resolve_device("a100")), []
+        for batch in (*BATCHES, BATCHES[-1]):
+            start = time.perf_counter()
+            build({"batch": batch})
+            seconds.append(f"{time.perf_counter() - start:.2f}")
+        rows.append([name, *seconds])
+    ray.shutdown()
+    return rows
+
+
+def as_trainable(objective: Objective, config: dict[str, Any]) -> None:
+    objective(optuna.trial.FixedTrial(config))  # type: ignore[arg-type]
+
+
 def peak_of_children() -> int:
     """Largest resident set of the processes for dry runs, in bytes. It counts pages that they share with this one."""
     import resource
@@ -280,9 +304,14 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=NAMES, metavar="NAME", help="some of: " + ", ".join(NAMES))
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
+    parser.add_argument("--ray", action="store_true", help="dry-run as Ray does; of the objectives that have a Workload")
     arguments = parser.parse_args()
     if arguments.one:
         run_one(arguments.one)
+        return
+    if arguments.ray:
+        columns = ["training function", "first, s", "another structure, s", "known, s"]
+        show("ray-dry-runs", columns, ray_rows([name for name in arguments.only if name in EXPLICIT]), record=arguments.record)
         return
     rows = [[name, *cells(measure_one(name))] for name in arguments.only]
     columns = ["objective", "captured", "cold, s", "warm, s", "known, s", "host MiB", "operators", "peak MiB", "steps", "equal"]

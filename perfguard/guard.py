@@ -541,18 +541,20 @@ class Guard:
         """
         ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
         limits_s = [limit for limit in (self.budget.longest_trial_s, ends_s) if limit is not None]
-        if not limits_s or run.is_elsewhere:
+        if not limits_s:
             return None
         limit_s = min(limits_s)
+        is_over, total = run.elapsed_s > limit_s, None
+        if not is_over and decision.steps is not None:
+            total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)
+        if not is_over and (total is None or total.p_exceeds(limit_s) < 1 - self.risk):
+            return None
+        if run.is_elsewhere:  # asks the device, which would be most of the cost of a step's check
+            return None
         cost = self.budget.cost if limit_s == self.budget.paid_time_s else None
         limit = format_seconds(limit_s) + ("" if cost is None else f" ({format_dollars(cost)})")
-        if run.elapsed_s > limit_s:
+        if total is None:
             return f"it has taken {format_seconds(run.elapsed_s)} already, the budget is {limit}"
-        if decision.steps is None:
-            return None
-        total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)
-        if total is None or total.p_exceeds(limit_s) < 1 - self.risk:
-            return None
         low, high = map(format_seconds, total.interval())
         return f"at the measured pace it takes {format_seconds(total.median)} ({low} to {high}), the budget is {limit}"
 

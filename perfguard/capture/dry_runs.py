@@ -90,6 +90,8 @@ class DryRuns:
         self._num_runs = 0
         self._known: dict[Any, CapturedTrial | Exception] = {}
         """What was seen, by the parameters that change it."""
+        self._questions: dict[Any, tuple[Any, ...]] = {}
+        """What the objective asks next, by the answers before."""
         self._continuous: dict[tuple[str, ...], list[str]] = {}
         """The continuous parameters, by the names of all parameters that a trial has had."""
         self._by_value: dict[tuple[str, ...], bool] = {}
@@ -145,14 +147,24 @@ class DryRuns:
         """
         with self._lock:
             answers: dict[str, Answer] = {}
-            found = self._known.get(()) if params is None else self._recall(params)
+            found = self._foresee(answer, answers) if params is None else self._recall(params)
             if found is None:
+                answers.clear()
                 self.start()
                 found = self._run(answer, answers, spares=self._spares)
                 self._remember(answers, found)
             if isinstance(found, Exception):
                 raise found
             return found
+
+    def _foresee(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> CapturedTrial | Exception | None:
+        """Ask as a dry run would, by earlier ones, until the ``answers`` are known ones. None: only a dry run can tell."""
+        found = self._known.get(())
+        while found is None and (question := self._questions.get(_exactly(answers))) is not None:
+            given = answer(*question)
+            answers[given.name] = given
+            found = self._known.get(self._key(answers))
+        return found
 
     def _recall(self, params: Mapping[str, Any]) -> CapturedTrial | Exception | None:
         """What is known of ``params``. None: nothing is."""
@@ -232,6 +244,7 @@ class DryRuns:
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
                     shown: CapturedTrial | Exception = content
                     return shown
+                self._questions[_exactly(answers)] = content
                 try:
                     found = answer(*content)
                 except BaseException:
@@ -252,6 +265,11 @@ class DryRuns:
 
     def __getstate__(self) -> dict[str, Any]:
         raise pickle.PicklingError("DryRuns belong to one process.")
+
+
+def _exactly(answers: Mapping[str, Answer]) -> Any:
+    """Answers as a key. What an objective asks next may depend on the value of each."""
+    return tuple((name, type(known.value).__name__, repr(known.value)) for name, known in answers.items())
 
 
 def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int, parent: int) -> NoReturn:

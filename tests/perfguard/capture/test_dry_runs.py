@@ -516,6 +516,34 @@ def test_parameters_may_be_drawn_after_training_began(dry: Callable[..., DryRuns
         runs.capture(answering({"width": 8}), {"width": 8})
 
 
+def test_an_equal_trial_is_asked_for_its_parameters_without_a_dry_run(dry: Callable[..., DryRuns], bell: Bell) -> None:
+    def objective(ask: Ask) -> None:
+        bell.ring()
+        train(ask("width"), batch=ask("batch"), rate=ask("rate"))
+
+    runs, asked = dry(objective), []
+
+    def answer(name: str) -> Answer:
+        asked.append(name)
+        return answering({"width": 8, "batch": 16, "rate": 0.1 * len(asked)}, rate=0.7)(name)
+
+    first = runs.capture(answer)
+    assert bell.heard() == b".."
+    assert runs.capture(answer) is first
+    assert bell.heard() == b""
+    assert asked == ["width", "batch", "rate"] * 2
+
+
+def test_what_is_asked_after_another_float_is_not_foreseen(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        train(ask("wide") if ask("rate") > 0.5 else ask("narrow"))
+
+    runs = dry(objective)
+    narrow = runs.capture(answering({"rate": 0.1, "narrow": 8}, rate=0.3))
+    wide = runs.capture(answering({"rate": 0.9, "wide": 64}, rate=0.7))
+    assert wide.graph.peak_live_bytes > narrow.graph.peak_live_bytes
+
+
 def test_what_is_asked_decides_which_parameters_are_needed(dry: Callable[..., DryRuns]) -> None:
     def objective(ask: Ask) -> None:
         train(ask("width") if ask("kind") == "wide" else 4)
