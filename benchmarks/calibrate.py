@@ -11,12 +11,13 @@ import functools
 import itertools
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from _record import parser_of, show
 from torch import nn
-from torchvision import models
+from torchvision import models  # type: ignore[import-untyped]
 
 from perfguard import Observation, TensorSpec, Workload, load_predictor, trace
 from perfguard.calibrate import calibrate, measured_step
@@ -24,44 +25,36 @@ from perfguard.devices.detect import device_here
 from perfguard.learning import CALIBRATION, assess
 from perfguard.log import MeasurementStore
 from perfguard.predictor import TARGETS, Target
+from perfguard.workload import Mode
 
 _LEARNT = (0, 3, 5, 10, 20)
 _ORDERS = 10
 
 
-class Words(nn.Module):
-    """A classifier of texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.gru, self.head = nn.Embedding(5000, 128), nn.GRU(128, 192, batch_first=True), nn.Linear(192, 10)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Words, shape (batch, length), to classes."""
-        classes: torch.Tensor = self.head(self.gru(self.embedding(words))[0][:, -1])
-        return classes
-
-
 _VIT = {"image_size": 64, "patch_size": 8, "num_layers": 4, "num_heads": 4, "hidden_dim": 128, "mlp_dim": 512}
-_NETWORKS = {
+_NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": models.resnet18,
     "mobilenet": models.mobilenet_v3_small,
     "shufflenet": models.shufflenet_v2_x0_5,
     "squeezenet": models.squeezenet1_1,
     "vit": functools.partial(models.VisionTransformer, **_VIT),
-    "gru": Words,
+    "gru": functools.partial(nn.GRU, 128, 192, num_layers=2, batch_first=True),
 }
 
 
-def workload(name: str, batch_size: int, mode: str) -> Workload:
+def workload(name: str, batch_size: int, mode: Mode) -> Workload:
     """One step of the network."""
+
+    def loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output[0][:, -1] if isinstance(output, tuple) else output, targets)
+
     return Workload(
         _NETWORKS[name](),
-        inputs=TensorSpec((batch_size, 40), "int64") if name == "gru" else (batch_size, 3, 64, 64),
+        inputs=(batch_size, 40, 128) if name == "gru" else (batch_size, 3, 64, 64),
         targets=TensorSpec((batch_size,), "int64"),
-        loss=nn.functional.cross_entropy,
+        loss=loss,
         optimizer=functools.partial(torch.optim.Adam, lr=1e-4),
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         retain="nothing",
         batch_on="device",
     )
@@ -76,8 +69,9 @@ def main() -> None:
     device, log, net = device_here(arguments.gpu), MeasurementStore(":memory:"), load_predictor()
     calibrate(device, log, seconds=arguments.seconds)
     runs, others = log.observations(device), list[Observation]()
-    for chosen in itertools.product(_NETWORKS, (2, 16), ("train", "infer")):
-        make = functools.partial(workload, *chosen)
+    modes: tuple[Mode, ...] = ("train", "infer")
+    for name, batch_size, mode in itertools.product(_NETWORKS, (2, 16), modes):
+        make = functools.partial(workload, name, batch_size, mode)
         with torch.device("meta"):
             graph = trace(make(), target=device)
         others.append(Observation(graph, device, measured_step(make, device)))

@@ -15,7 +15,7 @@ from perfguard import calibrate as module
 from perfguard.calibrate import CalibrationStep, build, calibrate, candidates
 from perfguard.exceptions import MeasuringError
 from perfguard.learning import CALIBRATION
-from perfguard.measure.step import step_of
+from perfguard.measure.step import run_steps, step_of
 from tests.doubles import TOY_CPU, ReplayPredictor
 
 WIDTHS = (8, 16, 32)
@@ -40,7 +40,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three small steps of few repetitions."""
     params = {"network": "perceptron", "batch_size": 2, "mode": "train", "precision": "fp32"}
     monkeypatch.setattr(module, "candidates", lambda device: [params | {"width": width} for width in WIDTHS])
-    run_steps = module.run_steps
     monkeypatch.setattr(module, "run_steps", lambda *args, **named: run_steps(*args, **(named | {"seconds": 0.0})))
 
 
@@ -88,7 +87,7 @@ def test_ctrl_c_keeps_what_was_measured(log: MeasurementStore, monkeypatch: pyte
 
 
 def test_no_step_runs_where_memory_is_too_small(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 2**20))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * 2**20))
     monkeypatch.setattr(module, "candidates", lambda device: [params for params in candidates(device) if params["width"] > 500])
     with pytest.raises(MeasuringError, match=r"No step was measured on Toy: needs at least .* the budget is 1.00 MiB"):
         calibrate(TOY_CPU, log, predictor=ByHeart())
