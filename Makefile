@@ -14,7 +14,7 @@ INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test test-slow test-all lint docs coverage gpu-check clean
+.PHONY: venv demo test test-slow test-all lint docs coverage clean
 
 venv: $(INSTALLED)
 
@@ -34,11 +34,6 @@ test-all: $(INSTALLED)
 # Every model of the coverage list, in some minutes; `make test-slow` takes a sample of 30.
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_coverage.py --all-models $(ARGS)
-
-# Measures 40 configurations on the GPU that is here, in at most five minutes, and prints predicted against measured. With a
-# CUDA build of torch: make gpu-check TORCH="torch torchvision". On the processor: make gpu-check ARGS="--gpu cpu --configurations 8"
-gpu-check: $(INSTALLED)
-	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check

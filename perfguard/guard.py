@@ -198,13 +198,15 @@ class Guard:
         """Announce the log that the verdicts depend on, and its number of runs. Once per log in each process."""
         if self.log.url is None:
             return
+        from perfguard.devices.detect import is_here
+
         number = self.num_learnt
         runs = "1 run" if number == 1 else f"{number} runs"
-        found = (
-            f"brings {runs} of {self.device.name}, from which predictions learn"
-            if number
-            else f"has no run of {self.device.name} yet"
-        )
+        found = f"brings {runs} of {self.device.name}, from which predictions learn"
+        if not number:
+            command = f"perfguard calibrate --gpu {'cpu' if self.device.kind == 'cpu' else 'auto'}"
+            offer = f"; `{command}` measures some in a minute" if is_here(self.device) else ""
+            found = f"has no run of {self.device.name} yet{offer}"
         log_once(self.log.url, f"The measurement log {self.log.location} {found}. With log=False a study starts without a log.")
 
     @property
@@ -640,10 +642,9 @@ class Guard:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
         if measurement.is_of(self.device):
             return ""
-        from perfguard.devices import visible_gpu
+        from perfguard.devices.detect import is_here
 
-        here = visible_gpu()
-        if self.device.kind == "cuda" and (here is None or here.id != self.device.id):
+        if not is_here(self.device):
             return f"this process has no {self.device.name}; the trial ran on {measurement.device_name}"
         return f"the trial did not use {self.device.name}; it ran on {measurement.device_name}"
 

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from perfguard.log import MeasurementStore
 
 
+CALIBRATION = "perfguard calibrate"
+"""Name of the study of this command. Its steps are PerfGuard's own, so a far reading of them is the machine's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Doubt:
     """A reading that is not learnt."""
@@ -272,7 +276,9 @@ def far_readings(
     }
     held_back: set[int] = set()
     far: set[int] = set()
-    for indices in _by_study(observations).values():
+    for launched_by, indices in _by_study(observations).items():
+        if launched_by == CALIBRATION:
+            continue
         own = [i for i in indices if i in residuals]
         median_steps = statistics.median(observations[i].measurement.num_steps for i in indices)
         for position, i in enumerate(own):

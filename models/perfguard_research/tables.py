@@ -21,6 +21,7 @@ from torch import nn
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard.graph import OpGraph, TraceCache
+from perfguard.measure.step import AUTOCAST
 from perfguard.workload import Layout, Mode, Precision, Tf32, Workload, ZeroGrad
 from perfguard_research.csv_rows import Row, is_true, json_object, number, one_of, positive, read_table, share, text
 from perfguard_research.networks import LAYERS, Network, first_output
@@ -50,7 +51,6 @@ OPTIMIZERS: dict[str, Any] = {
     "none": None,
 }
 """Optimizers by their names in tables. "none": forward and backward passes alone."""
-AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ script.py     how FILE.py is dry-run
 predict.py    perfguard predict, dry-run
 check.py      perfguard check
 gpus.py       perfguard gpus, rank
+calibrate.py  perfguard calibrate
 log.py        perfguard log, learn, weights, report
 """
 
@@ -36,6 +37,7 @@ _COMMANDS = {
     "check": ("check", "check whether a workload fits its limits, as an exit status"),
     "rank": ("gpus", "order GPUs by speed, and show which ones fit"),
     "gpus": ("gpus", "list the GPUs in the catalog"),
+    "calibrate": ("calibrate", "measure some steps on this machine, so that predictions fit it"),
     "log": ("log", "show, export or clean the measurement log"),
     "learn": ("log", "fine-tune the weights on the log, and promote better ones"),
     "weights": ("log", "list the weights in the log, or go back to older ones"),

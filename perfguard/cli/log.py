@@ -145,7 +145,7 @@ def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
         ]
         for record in records
     ]
-    _print_table([*headings, "status"], table)
+    print_table([*headings, "status"], table)
     print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
 
 
@@ -160,7 +160,8 @@ def _as_json(record: TrialRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names} | own | verdict | measured
 
 
-def _print_table(headings: list[str], rows: list[list[str]]) -> None:
+def print_table(headings: list[str], rows: list[list[str]]) -> None:
+    """Print ``rows`` below their ``headings``."""
     from rich.table import Table
     from rich.text import Text
 
@@ -296,7 +297,7 @@ def weights(arguments: argparse.Namespace) -> None:
         for one in generations:
             errors = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())
             rows.append([one.weights_id[:12], one.predictor, f"{one.created_at:%Y-%m-%d %H:%M:%S}", one.state, errors])
-        _print_table(["id", "of", "made (UTC)", "state", "runs, and errors before and after"], rows)
+        print_table(["id", "of", "made (UTC)", "state", "runs, and errors before and after"], rows)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 
 from perfguard.devices.catalog import USABLE_MEMORY, Device, find, is_short_for, look_up
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, MeasuringError
 
 _T = TypeVar("_T")
 
@@ -50,6 +50,31 @@ def resolve_device(gpu: str | Device, *, nvml: Any = None) -> Device:
     named = find(gpu)
     here = visible_gpu(nvml=nvml)
     return here if here is not None and is_short_for(gpu, here) else named
+
+
+def is_here(device: Device) -> bool:
+    """Whether this process may use ``device``. Every CPU is taken for this machine's."""
+    return device.kind == "cpu" or ((here := visible_gpu()) is not None and here.id == device.id)
+
+
+def device_here(gpu: str) -> Device:
+    """Return the device that ``--gpu`` names, on which PyTorch can run in this process.
+
+    Raises:
+        UnknownDeviceError: for a name that the catalog does not have.
+        MeasuringError: if the device is another one than this machine's, or this PyTorch has no CUDA.
+    """
+    import torch
+
+    device = resolve_device(gpu)
+    if not is_here(device):
+        here = visible_gpu() or cpu()
+        raise MeasuringError(f"--gpu {gpu} is the {device.name}, but this machine has the {here.name}. Use --gpu auto.")
+    if device.kind == "cuda" and not torch.backends.cuda.is_built():
+        raise MeasuringError(
+            f"There is a {device.name}, but this PyTorch ({torch.__version__}) has no CUDA. Install one that has."
+        )
+    return device
 
 
 def visible_gpu(*, nvml: Any = None) -> Device | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perfguard import Guard, MeasurementStore, exceptions
-from tests.doubles import ReplayPredictor
+from tests.doubles import TOY_CPU, ReplayPredictor
 from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, make_graph, record
 
 
@@ -45,7 +45,9 @@ def test_guard_says_once_where_its_log_is(tmp_path: Path, capsys: pytest.Capture
     make_guard(path)
     assert capsys.readouterr().err == ""
     make_guard(tmp_path / "new.db")
-    assert f"{tmp_path / 'new.db'} has no run of Toy yet" in capsys.readouterr().err
+    assert f"{tmp_path / 'new.db'} has no run of Toy yet. With" in capsys.readouterr().err, "it is not here: nothing to calibrate"
+    Guard(TOY_CPU, predictor=ReplayPredictor(), log=str(tmp_path / "cpu.db"))
+    assert "has no run of Toy yet; `perfguard calibrate --gpu cpu` measures some in a minute." in capsys.readouterr().err
 
 
 def test_guard_is_quiet_where_asked_or_without_a_file(

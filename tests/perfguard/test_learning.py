@@ -12,7 +12,7 @@ import pytest
 
 from perfguard import Estimate, Measurement, Observation, OpGraph, Prediction
 from perfguard.graph import Storage, StorageKind
-from perfguard.learning import assess
+from perfguard.learning import CALIBRATION, assess
 from perfguard.predictor import HALF_INTERVAL
 from tests.doubles import TOY_GPU as DEVICE
 
@@ -292,6 +292,15 @@ def test_far_readings_that_two_studies_agree_on_are_learnt() -> None:
     assert all(row.measured("time") is None for row in assess([*only_one, *opposite], study="new").observations), "they disagree"
     other_step = [replace(row, graph=replace(row.graph, precision="fp16")) for row in slow if row.study == "study 1"]
     assert all(row.measured("time") is None for row in assess([*only_one, *other_step], study="new").observations), "two mistakes"
+
+
+def test_far_readings_of_a_calibration_are_learnt_by_all_studies() -> None:
+    """Its steps are PerfGuard's own: no `build` can be wrong, so the first far reading is the machine's."""
+    calibration = [replace(run(time=16.0, graph=index), study=CALIBRATION) for index in range(3)]
+    for study in ("", "other", CALIBRATION):
+        assert all(row.measured("time") is not None for row in assess(calibration, study=study).observations)
+    alone = assess([replace(row, study="other") for row in calibration], study="other")
+    assert all(row.measured("time") is None for row in alone.observations), "those of a user's study wait for a fourth"
 
 
 def test_memory_of_a_trial_without_a_step_is_refused() -> None:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
-from perfguard.devices import Device, catalog, resolve_device
+from perfguard.devices import Device, catalog
+from perfguard.devices.detect import device_here
 from perfguard.exceptions import ConfigurationError, MeasuringError, PerfGuardError
 from perfguard.graph import TraceCache, roofline_s
 from perfguard_research.collect.run import Columns
@@ -59,17 +58,10 @@ def collecting_device(gpu: str) -> Device:
     Raises:
         MeasuringError: if there is no such GPU here, or PyTorch cannot use it.
     """
-    wanted = resolve_device(gpu)
-    if gpu.strip().lower() == "cpu":
-        return wanted
-    here = resolve_device("auto")
-    if here.kind == "cpu":
+    device = device_here(gpu)
+    if device.kind == "cpu" and gpu.strip().lower() != "cpu":
         raise MeasuringError("NVML shows no GPU here. To collect on the CPU, use --gpu cpu.")
-    if wanted.id != here.id:
-        raise MeasuringError(f"--gpu {gpu} is the {wanted.name}, but this machine has the {here.name}. Use --gpu auto.")
-    if not torch.backends.cuda.is_built():
-        raise MeasuringError(f"There is a {here.name}, but this PyTorch ({torch.__version__}) has no CUDA. Install one that has.")
-    return here
+    return device
 
 
 def collect(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import resource
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ import torch
 
 from perfguard.devices import Device
 from perfguard.measure import CpuProbe, GpuProbe, Measurement, Run, status_of
-from perfguard.workload import TensorSpec
+from perfguard.measure.step import run_steps, step_of
 from perfguard_research.networks import Network
-from perfguard_research.tables import AUTOCAST, MIB, OPTIMIZERS, MeasuredRow
+from perfguard_research.tables import MIB, MeasuredRow
 
 Columns = dict[str, str]
 """Columns of a row of the table."""
@@ -126,7 +124,7 @@ def run_row(row: MeasuredRow, device: Device, place: Place) -> Columns:
     torch.manual_seed(0)
     try:
         with run:
-            num_steps = _run_steps(make_step(row, place.torch_device), run, place)
+            num_steps = run_steps(make_step(row, place.torch_device), run, seconds=0.2, synchronize=place.synchronize)
     except Exception as error:
         num_steps = 0
         if run.measurement is None:  # it did not even begin; else the measurement has its status and the error's text
@@ -135,24 +133,6 @@ def run_row(row: MeasuredRow, device: Device, place: Place) -> Columns:
         torch.compiler.reset()
     assert run.measurement is not None
     return _columns(run.measurement, num_steps, leftovers)
-
-
-def _run_steps(step: Callable[[], None], run: Run, place: Place) -> int:
-    # The first makes the optimizer's state and chooses algorithms, the second finds the cache as the first left it.
-    for _ in range(3):
-        step()
-    place.synchronize()
-    start = time.perf_counter()
-    step()
-    place.synchronize()
-    # A GPU's steps are launched faster than they run, so their number is settled beforehand: 0.2 s, but at least 4 steps.
-    steps = int(min(max(0.2 / max(time.perf_counter() - start, 1e-6), 4), 200))
-    run.step()
-    for _ in range(steps):
-        step()
-        run.step()
-    place.synchronize()
-    return steps
 
 
 def _columns(measurement: Measurement, num_steps: int, leftovers: str) -> Columns:
@@ -179,56 +159,4 @@ def make_step(row: MeasuredRow, device: torch.device) -> Callable[[], None]:
     assert isinstance(row.network, Network)
     with device:
         model = row.network.make()
-    workload = row.workload(model)
-    if row.layout == "nhwc":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.train(row.mode == "train")
-    called: Callable[..., Any] = torch.compile(model) if row.compiled else model
-    tensors = functools.partial(_tensors, high=row.network.num_indices, device=device, layout=row.layout)
-    inputs, targets = tensors(workload.inputs), tensors(workload.targets)
-    dtype = AUTOCAST.get(row.precision)
-    autocast = functools.partial(torch.autocast, device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-    def forward() -> Any:
-        if isinstance(inputs, dict):
-            return called(**inputs)
-        return called(*inputs) if isinstance(inputs, list) else called(inputs)
-
-    def infer() -> None:
-        with torch.no_grad(), autocast():
-            forward()
-
-    if row.mode == "infer":
-        return infer
-    optimizer: torch.optim.Optimizer = OPTIMIZERS[row.optimizer](model.parameters())
-    on_cuda = next(model.parameters()).is_cuda
-    scaler = torch.amp.GradScaler("cuda" if on_cuda else "cpu", enabled=row.precision == "amp-fp16" and on_cuda)
-
-    def train() -> None:
-        optimizer.zero_grad()
-        with autocast():
-            output = forward()
-            if workload.loss is None:  # the model's own
-                loss = output["loss"] if isinstance(output, Mapping) else output.loss
-            else:
-                loss = workload.loss(output) if targets is None else workload.loss(output, targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return train
-
-
-def _tensors(spec: Any, *, high: int, device: torch.device, layout: str) -> Any:
-    """Random tensors as a Workload describes them: zeros would cost less power, and on some cards less time."""
-    again = functools.partial(_tensors, high=high, device=device, layout=layout)
-    if spec is None:
-        return None
-    if isinstance(spec, dict):
-        return {name: again(value) for name, value in spec.items()}
-    if isinstance(spec, list):
-        return [again(value) for value in spec]
-    if isinstance(spec, TensorSpec):
-        return torch.randint(high, spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-    tensor = torch.randn(spec, device=device)
-    return tensor.to(memory_format=torch.channels_last) if layout == "nhwc" and tensor.dim() == 4 else tensor
+    return step_of(row.workload(model), high=row.network.num_indices)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from perfguard.devices import catalog, cpu, detect, detect_gpu, resolve_device
-from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError, MeasuringError, UnknownDeviceError
 
 _T = TypeVar("_T")
 
@@ -205,6 +205,19 @@ def test_auto_is_first_visible_gpu(visible: str | None, id_: str, monkeypatch: p
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert resolve_device("auto", nvml=FakeNvml([T4, A100])).id == id_
+
+
+def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "visible_gpu", lambda **_: None)
+    with pytest.raises(MeasuringError, match=r"--gpu t4 is the .*T4, but this machine has the .*\. Use --gpu auto\."):
+        detect.device_here("t4")
+    assert detect.device_here("auto") is detect.device_here("cpu") is cpu()
+    monkeypatch.setattr(detect, "visible_gpu", lambda **_: catalog()["t4"])
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(MeasuringError, match=r"There is a .*T4, but this PyTorch \(.*\) has no CUDA"):
+        detect.device_here("auto")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert detect.device_here("auto") == catalog()["t4"]
 
 
 # --- the processor
