@@ -174,7 +174,7 @@ def test_training_keeps_the_epoch_with_the_smallest_validation_error(name: str) 
     runs = [run._replace(family=f"f{at % 10}") for at, run in enumerate(some_runs(name))]
     errors: list[float] = []
     learner = fitted(name, runs, epochs=6, on_epoch=lambda done, of, error: errors.append(error))
-    held_out = folds(runs, "family", number=8, seed=0)[0].judge
+    held_out = folds(runs, "family", number=8, seed=0)[-1].judge
     chosen = [runs[at] for at in held_out]
     predicted = learner.predict(chosen)
     scale = learner._labels[1]  # type: ignore[attr-defined]

@@ -6,8 +6,8 @@ would count. Features are taken as log(1 + value) before they are scaled, for th
 Predictions are also limited to the range of the training labels, plus one standard deviation. This helps, too, because a network
 without physics may predict anything far from its training data.
 
-An eighth of the families is held out of each training. The weights are those of the epoch with the smallest error there. One
-network serves all devices, and the device is a feature. Most papers train one for each.
+Of each kind of table, an eighth of the runs is held out of each training, by family. The weights are those of the epoch with the
+smallest error there. One network serves all devices, and the device is a feature. Most papers train one for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State
-from perfguard_research.dataset import STEPS, Run, folds
+from perfguard_research.dataset import STEPS, Fold, Run, folds
 from perfguard_research.learners import OnEpoch, labels_of, shuffled
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, trains
 
@@ -37,7 +37,7 @@ _NODES_A_BATCH = 6_000
 _MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
 _VALIDATION = 8
-"""One family of so many is held out."""
+"""One part of so many is held out."""
 
 
 class Graphs(NamedTuple):
@@ -121,15 +121,16 @@ class GraphLearner(ABC):
         self._fit_scale(runs)
         labels = self._fit_labels(np.stack([labels_of(runs, target) for target in self.targets], axis=1))
         graphs = [self._graph(run.view) for run in runs]
-        split = next(iter(folds(runs, "family", number=_VALIDATION, seed=self.settings["seed"])), None)
-        learn, judge = (split.learn, split.judge) if split else (list(range(len(runs))),) * 2
+        every, seed = list(range(len(runs))), self.settings["seed"]
+        parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
+        learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
         network = self._network = self.make_network(self.settings["hidden"])
         optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
         epochs, best, kept, at = self.settings["epochs"], math.inf, network.state_dict(), 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
-            for indices, batch in _batches(graphs, [learn[i] for i in shuffled(len(learn), self.settings["seed"], epoch)]):
+            for indices, batch in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
                 losses = self._losses(network(batch), labels[indices])
                 optimizer.zero_grad()
                 self.backward(losses, network)

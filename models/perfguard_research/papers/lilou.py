@@ -10,7 +10,6 @@ Deviations:
 - Only steps under torch.compile have fused kernels. In an eager step, each operator is a kernel of its own. The paper serves all
   networks by TensorRT.
 - The paper measures each kernel. Tables of whole networks have only the sum, so the loss compares the logarithm of the sum.
-  Tables of single operators have the kernel itself.
 - The kernel's type has no labels in these tables. `perfguard_research.fusion.kernels` has the same blocks with both outputs, and
   learns the type from NeuSight's single operators. So this loss is equation 4 without its second term.
 - Compute capability and bus width are missing. FLOPS, bandwidth, memory and L2 are there.
@@ -24,7 +23,6 @@ import torch
 from torch import nn
 from torch_geometric.utils import scatter
 
-from perfguard_research.dataset import STEPS
 from perfguard_research.fusion.kernels import KernelBlocks
 from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, Graphs
 from perfguard_research.papers.layers import NODE_COLUMNS
@@ -37,7 +35,6 @@ class Lilou(GraphLearner):
 
     name = "lilou"
     views = ("layers", "kernels")
-    tables = (*STEPS, "operator")
     targets = ("time",)
     mode = "infer"
     scales_labels = False

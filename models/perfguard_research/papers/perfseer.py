@@ -11,7 +11,7 @@ Deviations:
 - Features in ``u`` distinguish devices, precisions and phases. The paper trains anew for a device, and has a head for each phase.
 - A linear map takes the global node from the width of the features to that of the hidden layer.
 - SynMM has two weights and a bias for all channels. The paper leaves their number open.
-- SM utilisation is only predicted for a device and for kinds of operators that a run with such a label had.
+- SM utilisation is only predicted where a run with such a label has the device and all kinds of operators.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _FLOPS, _WEIGHTS = NODE_COLUMNS.index("flops"), NODE_COLUMNS.index("weight_bytes
 _SIZES = [NODE_COLUMNS.index(name) for name in ("input_bytes", "weight_bytes", "output_bytes")]
 _OF_NODE = 5
 _OF_MODEL = 17
+_LABELLED = NUM_KINDS + NUM_GLOBAL - DEVICE_COLUMNS.start
 _UTILISATION = ("gpu_util", "sm_active")
 
 
@@ -49,11 +50,8 @@ class PerfSeer(GraphLearner):
     name = "perfseer"
     tables = (*STEPS, "perceptron")
     targets = TARGETS
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._labelled = torch.zeros(0, NUM_KINDS + len(range(*DEVICE_COLUMNS.indices(NUM_GLOBAL))))
-        """Devices of runs with utilisation: their kinds of operators (0 or 1), and their features."""
+    _labelled = torch.zeros(0, _LABELLED)
+    """Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED)."""
 
     def make_network(self, hidden: int) -> nn.Module:
         return _SeerNetMulti(hidden, len(self.targets))
@@ -81,19 +79,15 @@ class PerfSeer(GraphLearner):
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
         super().fit(runs, on_epoch=on_epoch)
-        kinds: dict[tuple[float, ...], npt.NDArray[np.float32]] = {}
-        for run in runs:
-            if not run.labels.keys().isdisjoint(_UTILISATION):
-                device, own = _device_and_kinds(run)
-                kinds[device] = np.maximum(kinds.get(device, own), own)
-        rows = [[*own, *device] for device, own in kinds.items()]
-        self._labelled = torch.tensor(np.array(rows, dtype=np.float32).reshape(len(rows), self._labelled.shape[1]))
+        rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
+        self._labelled = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         found = super().predict(runs)
-        known = {tuple(row[NUM_KINDS:]): np.array(row[:NUM_KINDS]) for row in self._labelled.tolist()}
-        for at, (device, own) in enumerate(map(_device_and_kinds, runs)):
-            if device not in known or (own > known[device]).any():
+        for at, run in enumerate(runs):
+            own, labelled = torch.tensor(_kinds_and_device(run)), self._labelled
+            covers = (labelled[:, :NUM_KINDS] >= own[:NUM_KINDS]).all(1) & (labelled[:, NUM_KINDS:] == own[NUM_KINDS:]).all(1)
+            if not covers.any():
                 for target in _UTILISATION:
                     found[target][at] = math.nan
         return found
@@ -109,10 +103,9 @@ class PerfSeer(GraphLearner):
         return made
 
 
-def _device_and_kinds(run: Example) -> tuple[tuple[float, ...], npt.NDArray[np.float32]]:
-    own = np.zeros(NUM_KINDS, dtype=np.float32)
-    own[run.view["kind"]] = 1
-    return tuple(run.view["globals"][DEVICE_COLUMNS].tolist()), own
+def _kinds_and_device(run: Example) -> tuple[float, ...]:
+    kinds = np.bincount(run.view["kind"], minlength=NUM_KINDS) > 0
+    return (*kinds.astype(float).tolist(), *run.view["globals"][DEVICE_COLUMNS].tolist())
 
 
 def pcgrad(losses: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
