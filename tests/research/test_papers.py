@@ -265,6 +265,13 @@ def test_missing_weights_say_how_to_make_them(tmp_path: Path) -> None:
         served.load("dippm", tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("name", ["dnnperf", "dnnabacus", "perfseer", "dippm", "lilou", "trees"])
+def test_shipped_weights_fit_the_code(name: str, graphs: list[OpGraph]) -> None:
+    prediction = served.load(name).predict(graphs[0], resolve_device("rtx3090"))
+    assert prediction.predictor.startswith(name)
+    assert prediction.sm_active is None  # a network of convolutions: no such run was measured
+
+
 def test_guardnet_refuses_weights_of_another_predictor() -> None:
     # GuardNet is installed without the other predictors' code: it must say so, not fail on a missing class.
     with pytest.raises(PredictorError, match=r"GuardNet has no learner 'trees'.*another predictor's weights"):
