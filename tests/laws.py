@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,34 +26,39 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def graph_of(width: int, depth: int, batch: int) -> OpGraph:
+def graph_of(width: int, depth: int, batch: int, mode: Literal["train", "infer"] = "infer") -> OpGraph:
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
     for _ in range(depth):
         layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
     with torch.device("meta"):
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-    return trace(Workload(model, inputs=(batch, 3, 32, 32), mode="infer"))
+    return trace(Workload(model, inputs=(batch, 3, 32, 32), loss=torch.sum, mode=mode))
 
 
 @functools.cache
-def some_graphs() -> list[OpGraph]:
-    return [graph_of(width, depth, batch) for width in (8, 16, 32) for depth in (1, 3) for batch in (4, 8, 16, 32, 64)]
+def some_graphs(mode: Literal["train", "infer"] = "infer") -> list[OpGraph]:
+    return [graph_of(width, depth, batch, mode) for width in (8, 16, 32) for depth in (1, 3) for batch in (4, 8, 16, 32, 64)]
 
 
 @functools.cache
-def some_runs() -> list[Run]:
-    """Runs whose memory and time are simple functions of the replay and the roofline."""
+def some_runs(name: str = "") -> list[Run]:
+    """Runs whose memory and time are simple functions of the replay and the roofline.
+
+    They have the features that the learner ``name`` reads, and those of its mode; "": GuardNet's.
+    """
+    mode: Literal["train", "infer"] = "train" if name in ("dnnperf", "dnnabacus") else "infer"
+    views = {"launches", "sums", *(learner_class(name).views if name else ())}
     found = []
     for gpu in ("a100", "t4"):
         device = resolve_device(gpu)
-        for graph in some_graphs():
-            sets = [item.compute(graph, device) for item in FEATURE_SETS.values()]
+        for graph in some_graphs(mode):
+            sets = [FEATURE_SETS[view].compute(graph, device) for view in views]
             view = {name: value for features in sets for name, value in features.items()}
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
             time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)
             labels = {"memory": memory, "time": time, "gpu_util": 0.3, "sm_active": -0.4}
             batch = graph.ops[0].shape[0]
-            found.append(Run("workload", "", "f", "m", gpu, "infer", "", "s", batch, labels, device.memory_bytes, True, view))
+            found.append(Run("workload", "", "f", "m", gpu, mode, "", "s", batch, labels, device.memory_bytes, True, view))
     return found
 
 

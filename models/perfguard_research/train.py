@@ -94,8 +94,8 @@ def train_and_write(
 
 def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:
     """The runs that ``learner`` learnt from: those with a label of what it predicts. Of memory, whether a run fits is enough."""
-    targets = {target for target, values in learner.predict(runs[:_FEWEST_RUNS]).items() if np.isfinite(values).any()}
-    return [run for run in runs if "memory" in targets or not targets.isdisjoint(run.labels)]
+    known = {target: np.isfinite(values) for target, values in learner.predict(runs).items()}
+    return [run for at, run in enumerate(runs) if any(known[what][at] for what in ("memory", *run.labels))]
 
 
 def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:

@@ -32,7 +32,8 @@ PAPERS = ("dnnperf", "perfseer", "dippm", "lilou", "dnnabacus")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in PAPERS else ()) for name in NAMES])
-def test_learner_state_is_complete_after_training(name: str, runs: list[Run]) -> None:
+def test_learner_state_is_complete_after_training(name: str) -> None:
+    runs = some_runs(name)
     learner = fitted(name, runs)
     predicted = learner.predict(runs)
     for target, values in predicted.items():

@@ -87,25 +87,37 @@ class Kernels(NamedTuple):
     kernel: torch.Tensor  # shape: (n,), which kernel
 
 
+class KernelBlocks(nn.Module):
+    """Three blocks of GAT, GraphSizeNorm and ReLU on the undirected graph of each kernel, and the mean over its operators."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(GATConv(a, b) for a, b in itertools.pairwise([width, *[hidden] * _BLOCKS]))
+        self.norm = GraphSizeNorm()
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, kernel: torch.Tensor, number: int) -> torch.Tensor:
+        """Shapes: (n, width), (2, m), (n,) → (number of kernels, hidden)."""
+        both = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+        for layer in self.attention:
+            x = torch.relu(self.norm(layer(x, both), kernel))
+        pooled: torch.Tensor = scatter(x, kernel, dim_size=number, reduce="mean")
+        return pooled
+
+
 class KernelHeads(nn.Module):
     """Kernel → its latency as a logarithm, and a logit for each family of kernels."""
 
     def __init__(self, num_families: int, hidden: int = _HIDDEN) -> None:
         super().__init__()
         self.name = nn.Embedding(len(NAMES) + 1, 12)
-        widths = [len(COLUMNS) + len(DEVICE_COLUMNS) + 12, *[hidden] * _BLOCKS]
-        self.attention = nn.ModuleList(GATConv(a, b) for a, b in itertools.pairwise(widths))
-        self.norm = GraphSizeNorm()
+        self.blocks = KernelBlocks(len(COLUMNS) + len(DEVICE_COLUMNS) + 12, hidden)
         self.latency, self.family = nn.Linear(hidden, 1), nn.Linear(hidden, num_families)
         nn.init.zeros_(self.latency.weight)
 
     def forward(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """Shapes: (b,), (b, num_families). The latency is a factor on the roofline."""
         x = torch.cat([kernels.x, self.name(kernels.name)], dim=1)
-        both = torch.cat([kernels.edge_index, kernels.edge_index.flip(0)], dim=1)
-        for layer in self.attention:
-            x = torch.relu(self.norm(layer(x, both), kernels.kernel))
-        pooled = scatter(x, kernels.kernel, dim_size=len(kernels.roofline), reduce="mean")
+        pooled = self.blocks(x, kernels.edge_index, kernels.kernel, len(kernels.roofline))
         return kernels.roofline + self.latency(pooled)[:, 0], self.family(pooled)
 
 

@@ -5,8 +5,9 @@ structure-independent features. Section 3.2.2 and figure 7 have the matrix: how 
 another. Section 3.3 has the learners. The paper uses AutoGluon to stack random forests, boosted trees and extra trees. Here a
 ridge regression stacks scikit-learn's three, on their predictions for held-out rows.
 
-Learning rate and epochs change neither quantity. The paper's kinds are layers; ours are the kinds of a trace. Features of the
-device are added to the table, because there is more than one device.
+Deviations: learning rate and epochs are left out, because they change neither quantity. The paper's kinds are layers; ours are
+the kinds of a trace. Features of the device are added to the table, because there is more than one device. The learners are
+fixed; AutoGluon chooses among more by their errors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
-from perfguard_research.papers.layers import GLOBAL_COLUMNS
+from perfguard_research.papers.layers import GLOBAL_COLUMNS, trains
 
 _NUMBER = len(OP_KINDS)
 _PARTS = 3
@@ -39,7 +40,7 @@ def structural_matrix(run: Example) -> npt.NDArray[np.float32]:
 
 
 class DNNAbacus:
-    """The stacked ensemble, one for each quantity."""
+    """The stacked ensemble, one for each quantity. Training steps only, as in the paper."""
 
     name: ClassVar[str] = "dnnabacus"
     views: ClassVar[tuple[str, ...]] = ("layers",)
@@ -53,6 +54,7 @@ class DNNAbacus:
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
         from sklearn.linear_model import Ridge
 
+        runs = [run for run in runs if trains(run.view)]
         x = _table(runs)
         order = np.random.default_rng(self.settings["seed"]).permutation(len(runs))
         for done, target in enumerate(TARGETS):
@@ -85,14 +87,12 @@ class DNNAbacus:
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._members:
             raise RuntimeError(f"{self.name} was not fitted.")
-        x = _table(runs)
-        found: Predicted = {}
-        for target in TARGETS:
-            if target not in self._members:
-                found[target] = np.full(len(runs), np.nan)
-                continue
-            members = np.stack([member.predict(x) for member in self._members[target]], axis=1)
-            found[target] = members @ self._weights[target][:-1] + self._weights[target][-1]
+        found = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        own = [at for at, run in enumerate(runs) if trains(run.view)]
+        x = _table([runs[at] for at in own])
+        for target, members in self._members.items() if own else ():
+            predicted = np.stack([member.predict(x) for member in members], axis=1)
+            found[target][own] = predicted @ self._weights[target][:-1] + self._weights[target][-1]
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:

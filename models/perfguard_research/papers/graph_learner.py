@@ -2,64 +2,94 @@
 
 They predict standardised logarithms of all targets that have labels, with one output each. The papers regress the plain quantity
 of one device and one range of sizes. Here steps take from a millisecond to ten seconds, and in plain units only the longest
-would count. Sizes are taken as log(1 + size) before they are scaled, for the same reason. Both help the papers' networks.
+would count. Features are taken as log(1 + value) before they are scaled, for the same reason. Both help the papers' networks.
 Predictions are also limited to the range of the training labels, plus one standard deviation. This helps, too, because a network
 without physics may predict anything far from its training data.
+
+Of each kind of table, an eighth of the runs is held out of each training, by family. The weights are those of the epoch with the
+smallest error there. One network serves all devices, and the device is a feature. Most papers train one for each.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
-from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.learner import TARGETS, Example, Predicted, State
-from perfguard_research.dataset import STEPS, Run
+from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State
+from perfguard_research.dataset import STEPS, Fold, Run, folds
 from perfguard_research.learners import OnEpoch, labels_of, shuffled
-from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS
+from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, trains
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
 _NODES_A_BATCH = 6_000
 _MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
+_VALIDATION = 8
+"""One part of so many is held out."""
+
+
+class Graphs(NamedTuple):
+    """A batch of B graphs with n operators and m tensors between them. Features are scaled."""
+
+    kind: torch.Tensor  # shape: (n,)
+    nodes: torch.Tensor  # shape: (n, columns)
+    edge_index: torch.Tensor  # shape: (2, m)
+    edges: torch.Tensor  # shape: (m, columns)
+    globals: torch.Tensor  # shape: (B, columns)
+    kernel: torch.Tensor  # shape: (n,), which kernel; each operator is one where the learner does not read "kernels"
+    graph: torch.Tensor  # shape: (n,), which graph
+
+    def kinds(self, number: int = NUM_KINDS) -> torch.Tensor:
+        """Kinds of the operators, one-hot. Shape: (n, number)."""
+        return nn.functional.one_hot(self.kind, number).float()
+
+
+def joined(parts: Sequence[Graphs]) -> Graphs:
+    """Several batches as one."""
+    starts = np.cumsum([0, *(len(part.kind) for part in parts)]).tolist()
+    shifted = [
+        part._replace(edge_index=part.edge_index + start, kernel=part.kernel + start, graph=part.graph + at)
+        for at, (part, start) in enumerate(zip(parts, starts, strict=False))
+    ]
+    columns = zip(Graphs._fields, zip(*shifted, strict=True), strict=True)
+    return Graphs(*(torch.cat(values, dim=int(name == "edge_index")) for name, values in columns))
 
 
 class GraphLearner(ABC):
-    """A graph network on the forward graph. Subclasses say which one.
+    """A graph network on the features of a paper. Subclasses say which one.
 
     Args:
-        epochs: how often each run is seen.
-        hidden: channels. None: the paper's number.
+        epochs: the most epochs. Training ends sooner after a third of them without a smaller validation error.
+        hidden: channels. The papers have 256 (PerfSeer, LILOU's latency), 512 (DIPPM), and the number of features (DNNPerf).
         learning_rate: of Adam, at the start. It falls to zero along half a cosine.
-        most_runs: the most runs, drawn with the seed. A core handles that many in a minute.
-        seed: of the weights and of the order of the runs.
+        seed: of the weights, of the order of the runs and of the validation families.
     """
 
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]] = ("layers",)
     tables: ClassVar[tuple[str, ...]] = STEPS
-    targets: ClassVar[tuple[str, ...]] = TARGETS
+    targets: ClassVar[tuple[str, ...]] = ("memory", "time")
+    mode: ClassVar[str] = ""
+    """The paper's scope: "train", "infer", or "" for both. Other runs are neither learnt from nor predicted."""
     scaling: ClassVar[str] = "standard"
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
 
-    def __init__(
-        self, *, epochs: int = 5, hidden: int = 64, learning_rate: float = 2e-3, most_runs: int = 2500, seed: int = 0
-    ) -> None:
-        self.settings: dict[str, Any] = {
-            "epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "most_runs": most_runs, "seed": seed,
-        }  # fmt: skip
+    def __init__(self, *, epochs: int = 100, hidden: int = 128, learning_rate: float = 2e-3, seed: int = 0) -> None:
+        self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
         self._scale: dict[str, torch.Tensor] = {}
         self._labels = torch.zeros(4, len(self.targets))
         """Mean, scale, and scaled minimum and maximum of each target; NaN: no labels."""
@@ -68,7 +98,7 @@ class GraphLearner(ABC):
 
     @abstractmethod
     def make_network(self, hidden: int) -> nn.Module:
-        """The network: a Batch with x, kind, edge_index, edge_attr, globals → standardised targets, shape (B, len(targets))."""
+        """The network: :class:`Graphs` → standardised targets, shape (B, len(targets))."""
 
     def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss of one target, predicted and measured, both (n,)."""
@@ -78,59 +108,56 @@ class GraphLearner(ABC):
         """Gradients of the sum of the targets' losses."""
         torch.stack(list(losses)).sum().backward()
 
+    def features(self, view: Arrays) -> tuple[npt.NDArray[np.float32], ...]:
+        """Features of nodes, edges and the graph, in plain units."""
+        return view["nodes"], view["edges"], view["globals"]
+
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        """See :class:`perfguard_research.learners.Trainable`. Runs without any label are passed over."""
+        """See :class:`perfguard_research.learners.Trainable`. Runs without any label or outside the scope are passed over."""
         torch.manual_seed(self.settings["seed"])
-        y = np.stack([labels_of(runs, target) for target in self.targets], axis=1)
-        known = [index for index in range(len(runs)) if not np.isnan(y[index]).all()]
-        if len(known) > self.settings["most_runs"]:
-            known = sorted(random.Random(self.settings["seed"]).sample(known, self.settings["most_runs"]))
-        runs, y = [runs[index] for index in known], y[known]
+        runs = [run for run in runs if self._applies(run) and not run.labels.keys().isdisjoint(self.targets)]
+        if not runs:
+            return
         self._fit_scale(runs)
-        with np.errstate(invalid="ignore"):
-            for at in range(len(self.targets)):
-                column = y[:, at][~np.isnan(y[:, at])]
-                if len(column):
-                    self._labels[:2, at] = torch.tensor([column.mean(), max(column.std(), 1e-3) if self.scales_labels else 1.0])
-        labels = (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
-        for at, column in enumerate(labels.T):
-            if len(seen := column[~column.isnan()]):
-                self._labels[2:, at] = torch.stack([seen.min() - _MARGIN, seen.max() + _MARGIN])
-        self._network = self.make_network(self.settings["hidden"])
-        optimizer = torch.optim.Adam(self._network.parameters(), lr=self.settings["learning_rate"])
-        epochs = self.settings["epochs"]
+        labels = self._fit_labels(np.stack([labels_of(runs, target) for target in self.targets], axis=1))
+        graphs = [self._graph(run.view) for run in runs]
+        every, seed = list(range(len(runs))), self.settings["seed"]
+        parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
+        learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
+        network = self._network = self.make_network(self.settings["hidden"])
+        optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
+        epochs, best, kept, at = self.settings["epochs"], math.inf, network.state_dict(), 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
-            self._network.train()
-            total, number = 0.0, 0
-            for indices, batch in self._batches(runs, shuffled(len(runs), self.settings["seed"], epoch)):
-                predicted, wanted = self._network(batch), labels[indices]
-                losses = [
-                    self.loss(predicted[there, at], wanted[there, at])
-                    for at in range(len(self.targets))
-                    if (there := ~wanted[:, at].isnan()).any()
-                ]
+            network.train()
+            for indices, batch in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
+                losses = self._losses(network(batch), labels[indices])
                 optimizer.zero_grad()
-                self.backward(losses, self._network)
-                nn.utils.clip_grad_norm_(self._network.parameters(), 1.0)
+                self.backward(losses, network)
+                nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
-                total += float(sum(loss.detach() for loss in losses))
-                number += 1
             schedule.step()
+            error = float((self._outputs(graphs, judge) - labels[judge]).abs().nanmean(0).nansum())
             if on_epoch is not None:
-                on_epoch(epoch + 1, epochs, total / max(number, 1))
+                on_epoch(epoch + 1, epochs, error)
+            if error < best:
+                best, kept, at = error, copy.deepcopy(network.state_dict()), epoch
+            elif epoch - at > epochs // 3:
+                break
+        network.load_state_dict(kept)
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if self._network is None:
             raise RuntimeError(f"{self.name} was not fitted.")
-        self._network.eval()
-        out = torch.full((len(runs), len(self.targets)), math.nan, dtype=torch.float64)
-        with torch.inference_mode():
-            for indices, batch in self._batches(runs, range(len(runs))):
-                scaled = self._network(batch).clamp(self._labels[2], self._labels[3])
-                out[indices] = (scaled * self._labels[1] + self._labels[0]).double()
-        found = {target: out[:, at].numpy() for at, target in enumerate(self.targets)}
-        return {target: found.get(target, np.full(len(runs), math.nan)) for target in TARGETS}
+        out = torch.full((len(runs), len(TARGETS)), math.nan, dtype=torch.float64)
+        own = [at for at, run in enumerate(runs) if self._applies(run)]
+        columns = [TARGETS.index(target) for target in self.targets]
+        for start in range(0, len(own), 500):  # the scaled features of all would be much
+            some = own[start : start + 500]
+            scaled = self._outputs([self._graph(runs[at].view) for at in some], range(len(some)))
+            limited = scaled.clamp(self._labels[2], self._labels[3]) * self._labels[1] + self._labels[0]
+            out[torch.tensor(some)[:, None], torch.tensor(columns)] = limited.double()
+        return {target: out[:, at].numpy() for at, target in enumerate(TARGETS)}
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         if self._network is None:
@@ -148,45 +175,58 @@ class GraphLearner(ABC):
         made._network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
         return made
 
+    def _applies(self, run: Example) -> bool:
+        return not self.mode or trains(run.view) == (self.mode == "train")
+
     def _fit_scale(self, runs: Sequence[Example]) -> None:
-        sample = runs if len(runs) <= 2000 else random.Random(0).sample(list(runs), 2000)
-        for key in _SCALERS:
-            values = np.log1p(np.concatenate([np.atleast_2d(run.view[key]) for run in sample]).astype(np.float64))
+        for key, parts in zip(_SCALERS, zip(*(self.features(run.view) for run in runs), strict=True), strict=True):
+            values = np.log1p(np.concatenate([np.atleast_2d(part) for part in parts]))
             if self.scaling == "minmax":
-                low, high = values.min(0), values.max(0)
+                low, width = values.min(0), np.ptp(values, axis=0)
             else:
-                low, high = values.mean(0), values.mean(0) + values.std(0)
-            self._scale[key] = torch.tensor(np.stack([low, np.maximum(high - low, 1e-3)]), dtype=torch.float32)
+                low, width = values.mean(0, dtype=np.float64), values.std(0, dtype=np.float64)
+            self._scale[key] = torch.tensor(np.stack([low, np.maximum(width, 1e-3)]), dtype=torch.float32)
 
-    def _scaled(self, key: str, values: Any) -> torch.Tensor:
-        low, width = self._scale[key]
-        scaled: torch.Tensor = (torch.log1p(torch.from_numpy(values).float()) - low) / width
-        return scaled
+    def _fit_labels(self, y: npt.NDArray[np.float64]) -> torch.Tensor:
+        """Scaled labels. Shapes: (n, len(targets)) → the same; NaN: not measured."""
+        for at, column in enumerate(y.T):
+            if len(seen := column[~np.isnan(column)]):
+                mean, scale = seen.mean(), max(seen.std(), 1e-3) if self.scales_labels else 1.0
+                low, high = (seen.min() - mean) / scale - _MARGIN, (seen.max() - mean) / scale + _MARGIN
+                self._labels[:, at] = torch.tensor([mean, scale, low, high])
+        return (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
 
-    def _data(self, run: Example) -> Data:
-        return Data(
-            x=self._scaled("nodes", run.view["nodes"]),
-            kind=torch.from_numpy(run.view["kind"]).long(),
-            edge_index=torch.from_numpy(run.view["edge_index"]).long(),
-            edge_attr=self._scaled("edges", run.view["edges"]),
-            globals=self._scaled("globals", run.view["globals"])[None],
-            num_nodes=len(run.view["kind"]),
+    def _graph(self, view: Arrays) -> Graphs:
+        scaled = {}
+        for key, values in zip(_SCALERS, self.features(view), strict=True):
+            low, width = self._scale[key]
+            scaled[key] = (torch.from_numpy(np.atleast_2d(values)).log1p() - low) / width
+        kind = torch.from_numpy(view["kind"])
+        return Graphs(
+            kind=kind,
+            edge_index=torch.from_numpy(view["edge_index"]),
+            kernel=torch.from_numpy(view["kernel"]) if "kernels" in self.views else torch.arange(len(kind)),
+            graph=torch.zeros(len(kind), dtype=torch.long),
+            **scaled,
         )
 
-    def _batches(self, runs: Sequence[Example], order: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
-        chosen: list[int] = []
-        num_nodes = 0
-        for position, index in enumerate(order):
-            chosen.append(index)
-            num_nodes += len(runs[index].view["kind"])
-            if num_nodes >= _NODES_A_BATCH or position == len(order) - 1:
-                yield chosen, Batch.from_data_list([self._data(runs[i]) for i in chosen])
-                chosen, num_nodes = [], 0
+    def _losses(self, predicted: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        known = ~labels.isnan()
+        return [self.loss(predicted[there, at], labels[there, at]) for at, there in enumerate(known.T) if there.any()]
+
+    def _outputs(self, graphs: Sequence[Graphs], order: Sequence[int]) -> torch.Tensor:
+        assert self._network is not None
+        self._network.eval()
+        with torch.inference_mode():
+            return torch.cat([torch.zeros(0, len(self.targets)), *(self._network(batch) for _, batch in _batches(graphs, order))])
 
 
-NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
-
-
-def one_hot_kinds(batch: Batch) -> torch.Tensor:
-    """Kinds of the operators, one-hot. Shape: (N, NUM_KINDS)."""
-    return nn.functional.one_hot(batch.kind, NUM_KINDS).float()
+def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[tuple[list[int], Graphs]]:
+    chosen: list[int] = []
+    num_nodes = 0
+    for position, index in enumerate(order):
+        chosen.append(index)
+        num_nodes += len(graphs[index].kind)
+        if num_nodes >= _NODES_A_BATCH or position == len(order) - 1:
+            yield chosen, joined([graphs[i] for i in chosen])
+            chosen, num_nodes = [], 0

@@ -1,20 +1,26 @@
-"""The papers' view of a network: the operators of the forward pass, the tensors between them, and a few global features.
+"""The papers' view of a network: its operators, the tensors between them, and a few global features, in plain units.
 
-None of the five papers uses the backward pass, the optimizer's kernels or the time at which memory is freed. They learn all
-costs from the forward graph. So this view has only that graph, in plain units. Each predictor scales it in its own way.
+Four of the papers learn all costs from the operators of the forward pass ("layers"). DNNPerf also has those of the backward pass
+and of the optimizer as nodes, with the sizes of temporaries and gradients ("step"). LILOU also reads which operators run as one
+kernel ("kernels"). Each predictor scales the features in its own way.
+
+The trace has no hyperparameters of pools. Their stride is the ratio of the heights of input and output, and the kernel is taken
+to be as large as the stride, without padding: 2 for a 3 x 3 pool with stride 2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, Op, OpGraph, Phase, StorageKind
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
 from perfguard_models import trained
+from perfguard_models.fusion import as_compiled
+from perfguard_models.learner import Arrays
 from perfguard_models.trained import FeatureSet
 
 if TYPE_CHECKING:
@@ -24,6 +30,7 @@ NODE_COLUMNS = (
     "flops", "input_bytes", "output_bytes", "weight_bytes", "kernel_height", "kernel_width", "stride", "padding", "dilation",
     "groups", "in_channels", "out_channels", "out_batch", "out_dim1", "out_dim2", "out_dim3",
 )  # fmt: skip
+STEP_COLUMNS = (*NODE_COLUMNS, "temporary_bytes", "gradient_bytes")
 EDGE_COLUMNS = ("bytes", "dim0", "dim1", "dim2", "dim3")
 GLOBAL_COLUMNS = (
     "batch", "channels", "input_size", "layers", "flops", "parameters", "optimizer_states", "train", "half", "nhwc", "compiled",
@@ -35,47 +42,78 @@ DEVICE_COLUMNS = slice(_DEVICE, len(GLOBAL_COLUMNS))
 
 
 class Layers(NamedTuple):
-    """A forward graph with n operators and m tensors between them. All quantities in plain units (FLOPs, bytes, Hz)."""
+    """A graph with n operators and m tensors between them. All quantities in plain units (FLOPs, bytes, Hz)."""
 
-    kind: npt.NDArray[np.int64]  # shape: (n,), indices into OP_KINDS
-    nodes: npt.NDArray[np.float32]  # shape: (n, len(NODE_COLUMNS))
+    kind: npt.NDArray[np.int64]  # shape: (n,), index into OP_KINDS + len(OP_KINDS) * phase
+    nodes: npt.NDArray[np.float32]  # shape: (n, len(NODE_COLUMNS)), or STEP_COLUMNS
     edge_index: npt.NDArray[np.int64]  # shape: (2, m)
     edges: npt.NDArray[np.float32]  # shape: (m, len(EDGE_COLUMNS))
     globals: npt.NDArray[np.float32]  # shape: (len(GLOBAL_COLUMNS),)
 
 
-def layers_of(graph: OpGraph, device: Device) -> Layers:
-    """The forward graph of ``graph`` and the facts of ``device``."""
-    chosen = [index for index, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
+def layers_of(graph: OpGraph, device: Device, *, whole: bool = False) -> Layers:
+    """The forward graph of ``graph``, or with ``whole`` all operators of the step, and the features of ``device``."""
+    chosen = [index for index, op in enumerate(graph.ops) if whole or op.phase is Phase.FORWARD]
     ops = [graph.ops[index] for index in chosen]
     position = np.full(len(graph.ops), -1)
     position[chosen] = np.arange(len(chosen))
     edge_index = position[graph.edges]
     edge_index = edge_index[:, (edge_index >= 0).all(axis=0)]
-    weights = {index: s.num_bytes for index, s in enumerate(graph.storages) if s.kind is StorageKind.PARAMETER}
-    nodes = np.array([_node(op, weights) for op in ops], dtype=np.float32).reshape(len(ops), len(NODE_COLUMNS))
+    read = {sink: ops[source].shape for source, sink in edge_index.T.tolist()}
+    nodes = [(*_node(op, graph, read.get(at, op.shape)), *(_step_sizes(op, graph) if whole else ())) for at, op in enumerate(ops)]
     delivered = [(op.bytes_written, *_dims(op.shape)) for op in ops]
+    forward = [op for op in ops if op.phase is Phase.FORWARD]
     return Layers(
-        kind=np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64),
-        nodes=nodes,
+        kind=np.array([KIND_INDEX[op.kind] + len(OP_KINDS) * op.phase for op in ops], dtype=np.int64),
+        nodes=np.array(nodes, dtype=np.float32).reshape(len(ops), -1),
         edge_index=edge_index,
         edges=np.array([delivered[source] for source in edge_index[0]], dtype=np.float32).reshape(-1, len(EDGE_COLUMNS)),
-        globals=np.array(_globals(graph, ops, device), dtype=np.float32),
+        globals=np.array(_globals(graph, forward, device), dtype=np.float32),
     )
+
+
+def kernels(graph: OpGraph, device: Device) -> Arrays:
+    """The kernel that each operator of an inference runs in; without a compiler each has its own. Shape: (n,)."""
+    kernel = np.arange(len(graph.ops))
+    if (compiled := as_compiled(graph, device)) is not None:
+        for at, operators in enumerate(compiled.kernels):
+            kernel[operators] = at
+    return {"kernel": kernel}
+
+
+def trains(features: Arrays) -> bool:
+    """Whether these are the features of a training step."""
+    return bool(features["globals"][GLOBAL_COLUMNS.index("train")])
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
     **trained.FEATURE_SETS,
     "layers": FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device)._asdict()),
+    "step": FeatureSet(
+        (STEP_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device, whole=True)._asdict()
+    ),
+    "kernels": FeatureSet("kernel", kernels),
 }
 """GuardNet's feature sets, and the network as the papers see it."""
 
 
-def _node(op: Op, weights: dict[int, int]) -> tuple[float, ...]:
-    weight_bytes = sum(weights.get(index, 0) for index in op.inputs)
+def _bytes_of(graph: OpGraph, storages: Iterable[int], kind: StorageKind) -> int:
+    return sum(graph.storages[index].num_bytes for index in storages if graph.storages[index].kind is kind)
+
+
+def _step_sizes(op: Op, graph: OpGraph) -> tuple[float, ...]:
+    used = {*op.inputs, *op.outputs}
+    return _bytes_of(graph, op.outputs, StorageKind.TEMPORARY), _bytes_of(graph, used, StorageKind.GRADIENT)
+
+
+def _node(op: Op, graph: OpGraph, in_shape: tuple[int, ...]) -> tuple[float, ...]:
+    weight_bytes = _bytes_of(graph, op.inputs, StorageKind.PARAMETER)
     attributes = op.attributes
     weight_shape = attributes.get("weight_shape", ())
     kernel = (*weight_shape[2:], 1, 1)
+    if op.kind == "pool" and len(in_shape) == len(op.shape) > 2:
+        kernel = tuple(max(before // max(after, 1), 1) for before, after in zip(in_shape[2:], op.shape[2:], strict=True))
+        attributes, kernel = {"stride": kernel}, (*kernel, 1)
     return (
         op.flops,
         max(op.bytes_read - weight_bytes, 0),

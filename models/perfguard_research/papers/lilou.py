@@ -1,60 +1,63 @@
-"""LILOU's latency head: graph attention within each kernel, and a sum over kernels.
+"""LILOU: which operators a compiler fuses, the latency of each fused sub-graph, and their sum.
 
-"LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving". Table 1 has the features of a layer:
-type, input, output and parameter sizes, FLOPs. Table 2 has those of the device. Section 3.2.2 has the head. It has three blocks
-of GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, and a mean over its nodes. The kernels' latencies are summed.
+"LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving", figure 4. The graph partitioner
+(section 3.2.1, algorithm 1) is `perfguard_models.fusion`: its kernels come as the features "kernels". The sub-graph runtime
+analyzer (section 3.2.2) is here: three blocks of GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, a mean over its
+operators, a latency, and the sum of the latencies. Table 1 has the features of a layer: type, input, output and parameter sizes,
+FLOPs. Table 2 has those of the device.
 
-Without a fusing compiler each operator is a kernel of its own, so the graphs have one node and attention has one neighbour: the
-node itself. Which operators a compiler fuses is the paper's other half (`perfguard_models.fusion`), as is which kernel runs
-(`perfguard_research.fusion.kernels`). The paper measures each kernel. For whole networks we have only the sum, so the loss
-compares the sum. Where a table has single operators, it compares those. This predictor has no memory.
+Deviations:
+- Only steps under torch.compile have fused kernels. In an eager step, each operator is a kernel of its own. The paper serves all
+  networks by TensorRT.
+- The paper measures each kernel. Tables of whole networks have only the sum, so the loss compares the logarithm of the sum.
+- The kernel's type has no labels in these tables. `perfguard_research.fusion.kernels` has the same blocks with both outputs, and
+  learns the type from NeuSight's single operators. So this loss is equation 4 without its second term.
+- Compute capability and bus width are missing. FLOPS, bandwidth, memory and L2 are there.
+
+It has no memory.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import nn
-from torch_geometric.data import Batch
-from torch_geometric.nn import GATConv, GraphSizeNorm
 from torch_geometric.utils import scatter
 
-from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, one_hot_kinds
+from perfguard_research.fusion.kernels import KernelBlocks
+from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, Graphs
 from perfguard_research.papers.layers import NODE_COLUMNS
 
-_BLOCKS = 3
 _OF_LAYER = [NODE_COLUMNS.index(name) for name in ("input_bytes", "output_bytes", "weight_bytes", "flops")]
 
 
 class Lilou(GraphLearner):
-    """LILOU's latency head. Root mean squared error."""
+    """Latency as a sum over kernels. Root mean squared error."""
 
     name = "lilou"
+    views = ("layers", "kernels")
     targets = ("time",)
+    mode = "infer"
     scales_labels = False
 
     def make_network(self, hidden: int) -> nn.Module:
-        return _LatencyHead(hidden)
+        return _Latency(hidden)
 
     def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(predicted, labels).add(1e-9).sqrt()  # (4), without kernel types
+        return nn.functional.mse_loss(predicted, labels).add(1e-9).sqrt()
 
 
-class _LatencyHead(nn.Module):
+class _Latency(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        widths = [NUM_KINDS + len(_OF_LAYER) + NUM_GLOBAL, *[hidden] * _BLOCKS]
-        self.attention = nn.ModuleList(GATConv(a, b) for a, b in itertools.pairwise(widths))
-        self.norm = GraphSizeNorm()
+        self.blocks = KernelBlocks(NUM_KINDS + len(_OF_LAYER) + NUM_GLOBAL, hidden)
         self.latency = nn.Linear(hidden, 1)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        x = torch.cat([one_hot_kinds(batch), batch.x[:, _OF_LAYER], batch.globals[batch.batch]], dim=1)
-        kernel = torch.arange(len(x))  # each operator is one
-        alone = torch.zeros(2, 0, dtype=torch.long)
-        for layer in self.attention:
-            x = torch.relu(self.norm(layer(x, alone), kernel))
-        latency = self.latency(x)[:, 0].clamp(-12, 8).exp()
-        total: torch.Tensor = scatter(latency, batch.batch, dim_size=batch.num_graphs, reduce="sum")
+    def forward(self, graphs: Graphs) -> torch.Tensor:
+        x = torch.cat([graphs.kinds(), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.graph]], dim=1)
+        names, kernel = graphs.kernel.unique(return_inverse=True)
+        source, sink = kernel[graphs.edge_index]
+        inside = graphs.edge_index[:, source == sink]
+        latency = self.latency(self.blocks(x, inside, kernel, len(names)))[:, 0].clamp(-12, 8).exp()
+        network = scatter(graphs.graph, kernel, dim_size=len(names), reduce="max")
+        total: torch.Tensor = scatter(latency, network, dim_size=len(graphs.globals), reduce="sum")
         return total.log()[:, None]

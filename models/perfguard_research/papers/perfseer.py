@@ -4,37 +4,108 @@
 SeerBlock (equations 1 to 8), SynMM (figure 3) and the global node. SeerNet-Multi has a head for each quantity and trains with
 PCGrad. Symbols are the paper's:
     v  nodes    e  edges    u  global features    z  the global node
-Kinds of operators are not a feature, because the paper found that they hurt. Features in ``u`` distinguish devices.
+Kinds of operators are not a feature, because the paper found that they hurt. Arithmetic intensity, proportions and statistics are
+computed from FLOPs and bytes, and scaled afterwards like all features.
+
+Deviations:
+- Features in ``u`` distinguish devices, precisions and phases. The paper trains anew for a device, and has a head for each phase.
+- A linear map takes the global node from the width of the features to that of the hidden layer.
+- SynMM has two weights and a bias for all channels. The paper leaves their number open.
+- SM utilisation is only predicted where a run with such a label has the device and all kinds of operators.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
-from torch_geometric.data import Batch
 from torch_geometric.utils import scatter, softmax
 
-from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_NODE, GraphLearner
-from perfguard_research.papers.layers import NODE_COLUMNS
+from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State
+from perfguard_research.dataset import STEPS, Run
+from perfguard_research.learners import OnEpoch
+from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, Graphs
+from perfguard_research.papers.layers import DEVICE_COLUMNS, NODE_COLUMNS
 
-_FLOPS = NODE_COLUMNS.index("flops")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FLOPS, _WEIGHTS = NODE_COLUMNS.index("flops"), NODE_COLUMNS.index("weight_bytes")
 _SIZES = [NODE_COLUMNS.index(name) for name in ("input_bytes", "weight_bytes", "output_bytes")]
-_STATISTICS = 4
+_OF_NODE = 5
+_OF_MODEL = 17
+_LABELLED = NUM_KINDS + NUM_GLOBAL - DEVICE_COLUMNS.start
+_UTILISATION = ("gpu_util", "sm_active")
 
 
 class PerfSeer(GraphLearner):
     """SeerNet-Multi: MSE, PCGrad between the quantities."""
 
     name = "perfseer"
+    tables = (*STEPS, "perceptron")
+    targets = TARGETS
+    _labelled = torch.zeros(0, _LABELLED)
+    """Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED)."""
 
     def make_network(self, hidden: int) -> nn.Module:
         return _SeerNetMulti(hidden, len(self.targets))
 
+    def features(self, view: Arrays) -> tuple[npt.NDArray[np.float32], ...]:
+        """The paper's, with what it computes from FLOPs and bytes: v^m, v^a, v^p, and u^gp, u^c, u^m, u^a."""
+        nodes, edges, facts = view["nodes"], view["edges"], view["globals"]
+        number, arcs = len(nodes), len(edges)
+        costs = np.stack([nodes[:, _FLOPS], nodes[:, _SIZES].sum(1), nodes[:, _WEIGHTS]])  # FLOPs, memory access, weights
+        totals = costs.sum(1)
+        intensity = costs[0] / np.maximum(costs[1], 1)
+        proportions = costs / np.maximum(totals, 1)[:, None]
+        statistics = np.stack([totals, costs.mean(1), np.median(costs, axis=1), costs.max(1)])
+        delivered = edges[:, 0].mean() if arcs else 0
+        density = 100 * arcs / max(number * (number - 1), 1)
+        of_model = [number, arcs, density, *statistics.ravel(), delivered, totals[0] / max(totals[1], 1)]
+        return (
+            np.column_stack([nodes, costs[1], intensity, proportions.T]),
+            edges,
+            np.concatenate([facts, np.array(of_model, dtype=np.float32)]),
+        )
+
     def backward(self, losses: Sequence[torch.Tensor], network: nn.Module) -> None:
         pcgrad(losses, [p for p in network.parameters() if p.requires_grad])
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        super().fit(runs, on_epoch=on_epoch)
+        rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
+        self._labelled = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        found = super().predict(runs)
+        for at, run in enumerate(runs):
+            own, labelled = torch.tensor(_kinds_and_device(run)), self._labelled
+            covers = (labelled[:, :NUM_KINDS] >= own[:NUM_KINDS]).all(1) & (labelled[:, NUM_KINDS:] == own[NUM_KINDS:]).all(1)
+            if not covers.any():
+                for target in _UTILISATION:
+                    found[target][at] = math.nan
+        return found
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        tensors, settings = super().state()
+        return {**tensors, "labelled": self._labelled}, settings
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+        made = super().from_state(tensors, settings)
+        made._labelled = tensors["labelled"]
+        return made
+
+
+def _kinds_and_device(run: Example) -> tuple[float, ...]:
+    kinds = np.bincount(run.view["kind"], minlength=NUM_KINDS) > 0
+    return (*kinds.astype(float).tolist(), *run.view["globals"][DEVICE_COLUMNS].tolist())
 
 
 def pcgrad(losses: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -64,44 +135,14 @@ def pcgrad(losses: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -
 class _SeerNetMulti(nn.Module):
     def __init__(self, hidden: int, outputs: int) -> None:
         super().__init__()
-        nodes = NUM_NODE + 5
-        self.block = _SeerBlock(nodes, NUM_EDGE, NUM_GLOBAL + 3 + 2 * _STATISTICS + 2, hidden)
+        self.block = _SeerBlock(NUM_NODE + _OF_NODE, NUM_EDGE, NUM_GLOBAL + _OF_MODEL, hidden)
         self.heads = nn.ModuleList(
             nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)) for _ in range(outputs)
         )
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        v, u = _with_intensity(batch), _with_profile(batch)
-        embedding = self.block(v, batch.edge_attr, u, batch.edge_index, batch.batch)
+    def forward(self, graphs: Graphs) -> torch.Tensor:
+        embedding = self.block(graphs.nodes, graphs.edges, graphs.globals, graphs.edge_index, graphs.graph)
         return torch.cat([head(embedding) for head in self.heads], dim=1)
-
-
-def _with_intensity(batch: Batch) -> torch.Tensor:
-    """Adds v^a, the arithmetic intensity, and v^p, shares of the model's FLOPs, memory access and weights."""
-    x = batch.x
-    flops, access, weights = x[:, _FLOPS], x[:, _SIZES].logsumexp(1), x[:, _SIZES[1]]
-    shares = [softmax(values, batch.batch, num_nodes=batch.num_graphs) for values in (flops, access, weights)]
-    return torch.cat([x, access[:, None], (flops - access)[:, None], *(share[:, None] for share in shares)], dim=1)
-
-
-def _with_profile(batch: Batch) -> torch.Tensor:
-    """Adds u^gp (nodes, edges, density), and total, mean, median and most of FLOPs and memory access (u^c, u^m, u^a)."""
-    number = batch.num_graphs
-    of_edge = batch.batch[batch.edge_index[0]]
-    nodes = torch.bincount(batch.batch, minlength=number).float()
-    edges = torch.bincount(of_edge, minlength=number).float()
-    density = edges / (nodes * (nodes - 1)).clamp_min(1)
-    statistics = []
-    for values in (batch.x[:, _FLOPS], batch.x[:, _SIZES].logsumexp(1)):
-        total = scatter(values.exp(), batch.batch, dim_size=number, reduce="sum").clamp_min(1e-6).log()
-        mean = scatter(values, batch.batch, dim_size=number, reduce="mean")
-        most = scatter(values, batch.batch, dim_size=number, reduce="max")
-        middle = torch.stack([values[batch.ptr[i] : batch.ptr[i + 1]].median() for i in range(number)])
-        statistics += [total, mean, middle, most]
-    delivered = scatter(batch.edge_attr[:, 0], of_edge, dim_size=number, reduce="mean")
-    statistics.append(statistics[0] - statistics[_STATISTICS])
-    added = torch.stack([nodes.log() / 8, edges.clamp_min(1).log() / 8, density * 10, *statistics, delivered], dim=1)
-    return torch.cat([batch.globals, added], dim=1)
 
 
 class _SeerBlock(nn.Module):
