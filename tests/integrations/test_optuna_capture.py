@@ -13,6 +13,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
+import torch._dynamo.utils
 import torch.nn.functional as F
 from optuna.trial import FrozenTrial, TrialState
 from torch import nn
@@ -635,6 +636,7 @@ def deeper_for_real(trial: optuna.Trial) -> float:
 
 
 def test_trial_that_runs_another_step_than_its_dry_run_warns_once_and_is_learnt_as_it_is() -> None:
+    torch._dynamo.utils.counters.clear()  # another test of this process may have compiled something
     store, study = MeasurementStore(":memory:"), study_of()
     objective = perfguard_optuna.guarded(deeper_for_real, gpu="cpu", log=store)
     with pytest.warns(DriftWarning, match=r"runs 19 matrix products \(11 in the dry run\)") as warned:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,6 +27,12 @@ from perfguard.graph import StorageKind
 from perfguard.workload import CapturedTrial
 
 CPU = resolve_device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """Another test of this process may have compiled something. Then nothing is held against a dry run."""
+    torch._dynamo.utils.counters.clear()
 
 
 def perceptron(depth: int = 4) -> nn.Module:
