@@ -16,9 +16,10 @@ from typing import Any
 
 from _record import parser_of, show
 
-from perfguard_research.dataset import Run
+from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import FoldPredictions
-from perfguard_research.leaderboard import error_of, predictions
+from perfguard_research.leaderboard import error_of, predictions_of
+from perfguard_research.learners import learner_class
 
 _NAME = "step-time"
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
@@ -49,9 +50,10 @@ def main() -> None:
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
+    runs = dataset_of(arguments.tables, learner_class(_NAME).views, cache=arguments.cache).runs
     lines = []
     for name, settings in _VARIANTS.items():
-        runs, found = predictions(arguments.tables, {_NAME: settings}, [*_SPLITS], cache=arguments.cache)
+        found = predictions_of(_NAME, settings, runs, [*_SPLITS], cache=arguments.cache, jobs=2)
         lines.append([name, *(in_words(runs, found[split, _NAME]) for split in _SPLITS)])
     show("network-parts", ["what predicts", *_SPLITS.values()], lines, record=arguments.record)
 
