@@ -24,7 +24,7 @@ from perfguard_research.learners import learner_class
 _NAME = "step-time"
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
 _VARIANTS: Mapping[str, dict[str, Any]] = {
-    "one round of messages, and trees (shipped)": {},
+    "one round of messages, and trees (shipped settings)": {},
     "the same, another seed": {"seed": 1},
     "no messages, and trees": {"rounds": 0},
     "one round, no trees": {"trees": 0},

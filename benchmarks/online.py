@@ -3,8 +3,8 @@
     python benchmarks/online.py TABLE... --cache .perfguard-cache [--rows 400] [--seeds 3] [--only NAME]
 
 For each scenario GuardNet's weights for the quantity in question are trained without the rows in question, and kept in the
-cache: the forests of memory, or the step times. What GuardNet then answers for their graphs, as it would be served, is streamed
-through the product's own loop: predict, widen, log, teach (`perfguard.learning.Learner`), and every 25 rows an update by
+cache: the forests of memory, or the step-time network. What GuardNet then answers for their graphs, as it would be served, is
+streamed through the product's own loop: predict, widen, log, teach (`perfguard.learning.Learner`), and every 25 rows an update by
 `tune_weights`. Each row is predicted before it is learnt; beside the stream a fixed set of other rows, from anywhere in the
 table, is judged now and then. "Weights that know the like" have learnt from four fifths of all rows (the random split). The
 intervals' widths before anything was learnt are those of the shipped calibration, less the groups that were left out. Tables of

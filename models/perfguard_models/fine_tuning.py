@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,11 @@ from perfguard_models.learner import Step
 from perfguard_models.step_time import StepTime
 
 FORMAT = 3
+_USUAL = torch.zeros(2, dtype=torch.float32, device="cpu")
+"""Log factors of a usual machine's host and device."""
 _LARGEST_BYTES = 64 * 2**20
+_LARGEST = 3.0
+"""Of a correction, as a logarithm. It bounds what weights can do that somebody else has made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +111,8 @@ class FineTuned:
         if device_id not in self._factors or not steps:
             return np.zeros(len(steps))
         with torch.inference_mode():
-            encoded = _Encoded.of(learner, steps)
-            return encoded.corrections(self._network, self._factors[device_id]).double().numpy()
+            found = _Encoded.of(learner, steps).corrections(self._network, self._factors[device_id])
+        return np.asarray(found.double().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).numpy())
 
     def to_bytes(self) -> bytes:
         """A safetensors file."""
@@ -137,9 +142,20 @@ class FineTuned:
             for name, head in network.heads.items():
                 head.data.copy_(tensors[f"network.{name}"].reshape(head.shape))
             factors = {name.removeprefix("factor."): f.reshape(2) for name, f in tensors.items() if name.startswith("factor.")}
-            held_out = {str(key): float(value) for key, value in header["held_out"].items()}
-            return cls(str(header["made_for"]), network, factors, held_out, float(header["shift"]))
-        except (SafetensorError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            held_out, shift = {str(key): float(value) for key, value in header["held_out"].items()}, float(header["shift"])
+            if not all(map(math.isfinite, (shift, *held_out.values()))):
+                raise ValueError("they have values that are not finite")
+            return cls(str(header["made_for"]), network, factors, held_out, shift)
+        except (
+            SafetensorError,
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
             raise PredictorError(f"Fine-tuned weights cannot be used: {type(error).__name__}: {error}") from error
 
 
@@ -157,8 +173,8 @@ class _Encoded(NamedTuple):
         packed = learner.pack(steps)
         with torch.no_grad():
             share = torch.from_numpy(learner.share_of_network(steps)).float()
-            found = cls(packed, *learner.network.encode(packed), torch.zeros(len(steps)), share)
-            return found._replace(shipped=found._log_s(learner.network, torch.zeros(2)))
+            found = cls(packed, *learner.network.encode(packed), share, share)
+            return found._replace(shipped=found._log_s(learner.network, _USUAL))
 
     def _log_s(self, network: GraphNetwork, machine: Tensor) -> Tensor:
         return network.clocks(self.packed, self.read, self.z).log_step_s(self.packed.is_launch, machine)
@@ -169,21 +185,20 @@ class _Encoded(NamedTuple):
 
 
 def fine_tune(
-    made_for: str, learner: StepTime, runs: Sequence[LearntRun], *, seed: int = 0, config: FineTuningConfig = CONFIG
+    made_for: str, learner: StepTime, runs: Sequence[LearntRun], *, config: FineTuningConfig = CONFIG
 ) -> FineTuned | None:
-    """Fine-tune the network of ``learner`` on ``runs``, on one core; None if they are too few."""
+    """Fine-tune the network of ``learner`` on ``runs``; None if they are too few."""
     if len(runs) < config.fewest_runs:
         return None
-    torch.manual_seed(seed)
     encoded = _Encoded.of(learner, [run.step for run in runs])
     reference = _Encoded.of(learner, learner.reference) if learner.reference else None
     devices = sorted({run.device_id for run in runs})
     at = torch.tensor([devices.index(run.device_id) for run in runs])
-    wanted = torch.tensor([run.measured - run.predicted for run in runs])
+    wanted = torch.tensor([run.measured - run.predicted for run in runs], dtype=torch.float32)
     fold = torch.tensor([zlib.crc32(run.decision_id.encode()) % config.folds for run in runs])
 
     def fitted(learnt: Tensor) -> tuple[GraphNetwork, Tensor]:
-        network, factors = copy.deepcopy(learner.network), torch.zeros(len(devices), 2, requires_grad=True)
+        network, factors = copy.deepcopy(learner.network), torch.zeros(len(devices), 2, dtype=torch.float32, requires_grad=True)
         heads = [*network.heads.values()]
         start = [head.detach().clone() for head in heads]
         groups: list[dict[str, Any]] = [{"params": heads}, {"params": [factors], "lr": config.factor_rate}]
@@ -192,9 +207,9 @@ def fine_tune(
             error = (encoded.corrections(network, factors[at]) - wanted)[learnt]
             loss = nn.functional.huber_loss(error, torch.zeros_like(error), delta=config.huber)
             if reference is not None:
-                loss = loss + config.rehearsal * reference.corrections(network, torch.zeros(2)).square().mean()
+                loss = loss + config.rehearsal * reference.corrections(network, _USUAL).square().mean()
             loss = loss + config.pull * sum((head - one).square().sum() for head, one in zip(heads, start, strict=True))
-            prior = (factors / torch.tensor(config.sigma)).square().sum()
+            prior = (factors / torch.tensor(config.sigma, dtype=torch.float32)).square().sum()
             loss = loss + prior * config.noise**2 / (2 * len(error))
             optimizer.zero_grad()
             loss.backward()
@@ -202,13 +217,13 @@ def fine_tune(
         return network, factors.detach()
 
     with torch.enable_grad():
-        held_out = torch.zeros(len(runs))
+        held_out = torch.zeros(len(runs), dtype=torch.float32)
         for one in fold.unique().tolist():
             is_learnt = fold != one
             if is_learnt.any():
                 network, factors = fitted(is_learnt)
                 held_out[~is_learnt] = encoded.corrections(network, factors[at])[~is_learnt].detach()
         network, factors = fitted(torch.ones(len(runs), dtype=torch.bool))
-    shift = 0.0 if reference is None else float(reference.corrections(network, torch.zeros(2)).detach().abs().mean())
+    shift = 0.0 if reference is None else float(reference.corrections(network, _USUAL).detach().abs().mean())
     by_run = {run.decision_id: value for run, value in zip(runs, held_out.tolist(), strict=True)}
     return FineTuned(made_for, network, dict(zip(devices, factors, strict=True)), by_run, shift)

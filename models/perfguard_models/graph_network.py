@@ -3,7 +3,7 @@ r"""GuardNet's graph network: operators are nodes, tensors are edges, and physic
     z_v   = node(x_v)                                          x_v: the operator, its sizes and the device's figures
     m_v   = mean over tensors u → v and v → u of message(z_v, z_u, e_uv)                                (each of the rounds)
     z_v   = z_v + update(z_v, m_v)
-    log i = own(x_v) + BOUND · tanh(out(z_v))                  the inefficiency: device time over roofline time
+    log i = own(x_v) + BOUND · tanh(out(z_v)), within (-3, 6)  the inefficiency: device time over roofline time
     d_v   = roofline_v · i + latency
 
     t = c + m + max over v of ( h_1 + ... + h_v + d_v + ... + d_n )
@@ -16,13 +16,13 @@ Each machine has one factor for all host times and one for all device times. Thi
 "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821), section IV, in closed
 form. A CPU is its own host, so nothing overlaps there: the maximum is replaced by the sum of all h and d.
 
-What the neighbours change is bounded, and nothing reads the whole graph. So the laws of physics stay: one more layer or a larger
-batch is never faster, because the sums grow (docs/results/accuracy.md).
+What the neighbours change is bounded, and nothing reads the whole graph: a free read-out breaks the law that a larger batch is
+not faster (docs/results/accuracy.md has the laws, and how often each is broken).
 
 Equal operators of a step are one node, and equal tensors between them are one edge with a count. A network repeats its blocks, so
 a step of a thousand operators has two hundred nodes, and learning is five times as fast.
 
-Shapes: B steps, R nodes of all steps together, E edges, N launches of the longest step, D kinds of device (GPU, CPU).
+Shapes: B steps, R nodes of all steps together, E edges, N launches of the longest step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
 """The operator's, the device's, and whether it is a CPU."""
-_CLOCK = DEVICE_COLUMNS.index("log_clock")
 _LOG_INEFFICIENCY = -3.0, 6.0
 _START_S = {"latency": 4e-6, "dependent": 10e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
 _START_CONSTANT_S = 200e-6, 400e-6
@@ -169,6 +168,11 @@ class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types
         m = self.propagate(edge_index, a=a, b=b, e=self.of_edge(edge_attr), edge_weight=edge_weight)
         changed: Tensor = self.update_net(torch.cat([z, m], dim=1))
         return z + changed
+
+    def propagate(self, edge_index: Tensor, **tensors: Tensor) -> Tensor:
+        """As PyG's own. Of a class without one, PyG leaves a file in the temporary directory, in each process."""
+        out: Tensor = super().propagate(edge_index, **tensors)
+        return out
 
     def message(self, a_i: Tensor, b_j: Tensor, e: Tensor, edge_weight: Tensor) -> Tensor:
         """The messages along all edges. Shape: (E, messages)."""

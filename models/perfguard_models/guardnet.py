@@ -49,7 +49,7 @@ from perfguard_models.raw_prediction import (
     scale_of,
 )
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
-from perfguard_models.step_time import StepTime
+from perfguard_models.step_time import StepTime, batches_of
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import CPU_PREFIX, FittedModel, trained_of
 from perfguard_models.weight_files import read_pair
@@ -239,19 +239,27 @@ class GuardNet:
         runs = []
         for row in observations:
             seconds = row.measured("time")
-            if row.measurement.status == "ok" and row.decision_id and seconds:
+            if row.measurement.status == "ok" and row.decision_id and seconds and self._is_tuned_on(row.device):
                 raw = self._raw(row.graph, row.device)
                 predicted = float(raw.log_value["time"][0])
                 runs.append(LearntRun(row.decision_id, row.device.id, raw.step, predicted, math.log(seconds)))
-        tuned = fine_tune(self.lineage, self._weights["cuda"].step_time, runs, seed=seed)
+        tuned = fine_tune(self.lineage, self._weights["cuda"].step_time, runs)
         return None if tuned is None else tuned.to_bytes()
 
-    def _corrections(self, target: Target, raws: Sequence[RawPrediction], device: Device) -> npt.NDArray[np.float64]:
-        """What fine-tuning adds to each graph of ``raws``. Shape: (len(raws),)."""
-        if self._tuned is None or target != "time":
-            return np.zeros(len(raws))
-        step_time = self._weights[device.kind].step_time
-        return np.concatenate([self._tuned.corrections(step_time, [raw.step], device.id) for raw in raws])
+    def _is_tuned_on(self, device: Device) -> bool:
+        """Whether ``device`` has the network that is fine-tuned. Weights of one's own may be for one kind of device."""
+        return self._weights[device.kind].step_time is self._weights["cuda"].step_time
+
+    def _corrections(
+        self, tuned: FineTuned | None, target: Target, raws: Sequence[RawPrediction], device: Device
+    ) -> npt.NDArray[np.float64]:
+        """What ``tuned`` adds to each graph of ``raws``. Shape: (len(raws),)."""
+        found = np.zeros(len(raws))
+        if tuned is not None and target == "time" and self._is_tuned_on(device):
+            steps, step_time = [raw.step for raw in raws], self._weights[device.kind].step_time
+            for some in batches_of(steps, range(len(steps))):
+                found[some] = tuned.corrections(step_time, [steps[at] for at in some], device.id)
+        return found
 
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
         """Residuals of the rows with a measured ``target``; None: there is no such row.
@@ -263,10 +271,11 @@ class GuardNet:
             return None
         raws = [self._raw(row.graph, row.device) for row in known]
         found = _residuals_of(known, raws, target, prior)
-        if self._tuned is None or target != "time":
+        tuned = self._tuned  # another thread may replace it
+        if tuned is None or target != "time":
             return found
-        own = torch.from_numpy(self._corrections(target, raws, known[0].device))
-        held_out = [self._tuned.held_out.get(row.decision_id) for row in known]
+        own = torch.from_numpy(self._corrections(tuned, target, raws, known[0].device))
+        held_out = [tuned.held_out.get(row.decision_id) for row in known]
         without = torch.tensor([math.nan if one is None else one for one in held_out], dtype=torch.float64)
         without = torch.where(without.isnan(), own, without)
         return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
@@ -306,7 +315,7 @@ class GuardNet:
             means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
         log_sigma = np.maximum(log_sigma, TRIALS.least_log_sigma(target))
-        median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
+        median = np.exp(raw.log_value[target] + self._corrections(self._tuned, target, [raw], device) + mean)
         return Estimate(float(median[0]), float(log_sigma[0]))
 
     def _raw(self, graph: OpGraph, device: Device) -> RawPrediction:

@@ -28,7 +28,7 @@ _LAUNCHES_A_BATCH = 40_000
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
 _CLOCK = DEVICE_COLUMNS.index("log_clock")
 _EDGE_SCALE = 5.0
-"""Divides the logarithms of edges: they are within ±10."""
+"""Divides the columns of edges: their logarithms are within ±10."""
 _FARTHEST = 6.0
 """Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
 _MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)], dtype=torch.float32, device="cpu")
@@ -184,7 +184,7 @@ class StepTime:
         ends = torch.from_numpy(
             np.concatenate([view["edges"] + start for view, start in zip(views, starts[:-1], strict=True)], axis=1)
         )
-        ends = torch.cat([ends, ends.flip(0)], dim=1)
+        ends = torch.cat([ends, ends.flip(0)], dim=1).long()
         count = joined["edge_count"].repeat(2)
         direction = count.new_ones((len(count), 1))
         direction[len(count) // 2 :] = -1

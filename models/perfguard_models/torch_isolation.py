@@ -14,10 +14,10 @@ _R = TypeVar("_R")
 
 
 def undisturbed(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``function`` on the CPU and in its own precision, whatever default device or autocast the caller is under.
+    """``function`` on the CPU and in its own precision, whatever default device, autocast or inference mode the caller is under.
 
     Scripts call `torch.set_default_device("cuda")`, or build their modules on "meta"; weights that are loaded there would take
-    memory from the trial, or hold nothing. Both settings belong to the calling thread, so others see nothing of this.
+    memory from the trial, or hold nothing. The settings belong to the calling thread, so others see nothing of this.
     """
 
     @functools.wraps(function)
@@ -27,6 +27,8 @@ def undisturbed(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 stack.enter_context(torch.device("cpu"))
             if torch.is_autocast_enabled("cpu"):
                 stack.enter_context(torch.autocast("cpu", enabled=False))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(mode=False))
             return function(*args, **kwargs)
 
     return wrapped

@@ -373,7 +373,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
                 sizes[name] += 1 if run.is_single else 1_000_000
         parts = _parts_of(sizes, number, seed)
         held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
-        made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in names]) for some in held_out]
+        judged = [name if not (stays and run.gpu == "cpu") else "" for name, run in zip(names, runs, strict=True)]
+        made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in judged]) for some in held_out]
         return [fold for fold in made if fold.learn]
     if split == "random":
         order = list(range(len(runs)))

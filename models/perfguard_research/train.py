@@ -38,7 +38,7 @@ def train_and_write(
     most_operators: int = 60_000,
     on_epoch: OnEpoch = lambda done, of, loss: None,
 ) -> str:
-    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json, or OUT/cpu-NAME for CPUs alone.
+    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs alone it is OUT/cpu-NAME, but not for step-time.
 
     Returns:
         A sentence for a person.
