@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HALF_OVER_FLOAT
-from perfguard_models.graph_network import GraphNetwork, Packed
+from perfguard_models.graph_network import Clocks, GraphNetwork, Packed
 from perfguard_models.learner import Step, sums_table
 from perfguard_models.step_forest import DIRECTIONS, StepForest, forest_columns, rough_time, start_of
 from perfguard_models.step_time import StepTime, batches_of, columns_of, trees_apply
@@ -160,7 +160,8 @@ class TrainableStepTime(StepTime):
     def _errors(self, network: GraphNetwork, machines: _Machines, runs: Sequence[Run], packed: Packed) -> torch.Tensor:
         """log(predicted / measured). Shape: (len(runs),)."""
         measured = torch.tensor([run.labels["time"] for run in runs])
-        return network(packed).log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
+        clocks: Clocks = network(packed)
+        return clocks.log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
 
     def _half_over_tf32(self, network: GraphNetwork, packed: Packed) -> torch.Tensor:
         """How much longer products take in half precision than in TF32, which no law allows. Shape: ().

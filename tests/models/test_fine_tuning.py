@@ -29,6 +29,8 @@ def learner() -> StepTime:
 @functools.cache
 def graph_of(kind: str, width: int, batch: int) -> OpGraph:
     with torch.device("meta"):
+        model: nn.Module
+        sample: tuple[int, ...]
         if kind == "perceptron":
             model, sample = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]), (width,)
         else:
@@ -93,7 +95,8 @@ def test_what_is_written_is_read() -> None:
     again = FineTuned.from_bytes(tuned().to_bytes(), learner())
     np.testing.assert_allclose(again.corrections(learner(), steps, T4.id), tuned().corrections(learner(), steps, T4.id))
     assert again.held_out == pytest.approx(tuned().held_out)
-    assert (again.made_for, again.shift) == ("weights", pytest.approx(tuned().shift))
+    assert again.made_for == "weights"
+    assert again.shift == pytest.approx(tuned().shift)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\xff" * 100])
