@@ -9,6 +9,7 @@ FLOPs. Table 2 has those of the device.
 Deviations:
 - Only steps under torch.compile have fused kernels. In an eager step, each operator is a kernel of its own. The paper serves all
   networks by TensorRT.
+- Compiled runs are in half precision alone. In float32, `served` scales the eager time by the rooflines of the kernels.
 - The paper measures each kernel. Tables of whole networks have only the sum, so the loss compares the logarithm of the sum.
 - The kernel's type has no labels in these tables. `perfguard_research.fusion.kernels` has the same blocks with both outputs, and
   learns the type from NeuSight's single operators. So this loss is equation 4 without its second term.

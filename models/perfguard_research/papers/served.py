@@ -27,6 +27,11 @@ _UNKNOWN_LOG_SIGMA = 1.0
 _PRIOR_RUNS = 1.0
 
 
+def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
+    """The kernels of a compiled graph; None: it is not compiled, or in half precision, where compiled runs are training rows."""
+    return None if device.kind == "cuda" and graph.precision != "fp32" else as_compiled(graph, device)
+
+
 class Served:
     """A fitted learner as a predictor. Quantities that it cannot predict come from physics, with a wide interval."""
 
@@ -42,7 +47,7 @@ class Served:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        compiled = self._compiled(graph, device)
+        compiled = _compiled(graph, device)
         raw = self._raw(graph, device)
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         answers, _ = self._answers(graph, device)
@@ -74,18 +79,13 @@ class Served:
         for key, found in residuals.items():
             self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)
 
-    def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
-        """The kernels of a compiled graph. None: it is not compiled, or training rows are (for LILOU, and in half precision)."""
-        known = "kernels" in self._trained.learner.views or (device.kind == "cuda" and graph.precision != "fp32")
-        return None if known else as_compiled(graph, device)
-
     def _answers(self, graph: OpGraph, device: Device) -> tuple[Predicted, Predicted]:
         learner = self._trained.learner
         return predict_with_spread(learner, [step_of(learner, graph, device, FEATURE_SETS)])
 
     def _raw(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
         """Logarithm of the prediction and its standard deviation, by quantity."""
-        if (compiled := self._compiled(graph, device)) is not None:
+        if (compiled := _compiled(graph, device)) is not None:
             kernels_s, eager_s = (float(roofline_s(seen, device).sum()) for seen in (compiled.graph, compiled.eager))
             share = {"memory": compiled.memory_share(device), "time": kernels_s / max(eager_s, 1e-12)}
             of_eager = self._raw(compiled.eager, device)
