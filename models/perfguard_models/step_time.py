@@ -176,16 +176,16 @@ class StepTime:
         x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
         joined = {
             key: torch.from_numpy(np.concatenate([view[key] for view in views]))
-            for key in ("name", "host", "roofline", "steps", "edge_x", "edge_count")
+            for key in ("name", "host", "roofline", "steps", "tensor_x", "tensor_count")
         }
         flags = np.array([view["x"][0, [_COMPILED, _TRAIN]] if len(view["x"]) else (0, 0) for view in views], dtype=np.float32)
         timed = torch.from_numpy(np.stack([view["timed"] for view in views]))
         is_cpu = torch.from_numpy(np.concatenate([view["is_cpu"] for view in views]))
         ends = torch.from_numpy(
-            np.concatenate([view["edges"] + start for view, start in zip(views, starts[:-1], strict=True)], axis=1)
+            np.concatenate([view["tensor_ends"] + start for view, start in zip(views, starts[:-1], strict=True)], axis=1)
         )
         ends = torch.cat([ends, ends.flip(0)], dim=1).long()
-        count = joined["edge_count"].repeat(2)
+        count = joined["tensor_count"].repeat(2)
         direction = count.new_ones((len(count), 1))
         direction[len(count) // 2 :] = -1
         return Packed(
@@ -196,7 +196,7 @@ class StepTime:
             steps=joined["steps"],
             node_is_cpu=is_cpu.repeat_interleave(torch.tensor(nodes, dtype=torch.long)),
             edge_index=ends,
-            edge_attr=torch.cat([joined["edge_x"].float().repeat(2, 1) / _EDGE_SCALE, direction], dim=1),
+            edge_attr=torch.cat([joined["tensor_x"].float().repeat(2, 1) / _EDGE_SCALE, direction], dim=1),
             edge_weight=count / count.new_zeros(int(starts[-1])).index_add(0, ends[1], count)[ends[1]],
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),

@@ -64,11 +64,11 @@ def test_edges_are_the_tensors_of_the_step() -> None:
     graph = convolutional(3)
     view = launches(graph, A100)
     pairs = {(int(view["order"][a]), int(view["order"][b])) for a, b in graph.edges.T}
-    assert {(a, b) for a, b in view["edges"].T.tolist()} == pairs
-    assert view["edge_count"].sum() == graph.edges.shape[1]
+    assert {(a, b) for a, b in view["tensor_ends"].T.tolist()} == pairs
+    assert view["tensor_count"].sum() == graph.edges.shape[1]
     crosses = [graph.ops[a].phase != graph.ops[b].phase for a, b in graph.edges.T]
     column = EDGE_COLUMNS.index("crosses_phase")
-    assert (view["edge_x"][:, column] * view["edge_count"]).sum() == pytest.approx(sum(crosses), rel=1e-2)
+    assert (view["tensor_x"][:, column] * view["tensor_count"]).sum() == pytest.approx(sum(crosses), rel=1e-2)
 
 
 def test_weights_of_edges_make_a_mean() -> None:

@@ -35,7 +35,7 @@ DEVICE_COLUMNS = (
 HALF_OVER_FLOAT = 8
 """What the rate of half precision over that of float32 usually is."""
 EDGE_COLUMNS = ("log_over_l2", "log_reuse_over_l2", "log_distance", "crosses_phase")
-"""Columns of ``edge_x``: natural logarithms of the producer's bytes over the L2 cache, of the bytes that are moved until the
+"""Columns of ``tensor_x``: natural logarithms of the producer's bytes over the L2 cache, of the bytes that are moved until the
 tensor is read, over the cache too, and of the launches until then. The last is whether it is read in another phase."""
 HOST_KINDS = len(OP_KINDS) * len(Phase)
 """Classes of host cost: the kind of the operator in each phase."""
@@ -62,9 +62,9 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
         ``steps`` (d,): time steps of a recurrent layer, which depend on one another. 0 for other operators.
         ``order`` (N,): the row of each launch.
         ``views`` (N,): views before each launch.
-        ``edges`` (2, E): the rows of a tensor's producer and consumer. Equal pairs are one edge.
-        ``edge_x`` (E, len(EDGE_COLUMNS)): the mean over the tensors of the pair.
-        ``edge_count`` (E,): how many they are.
+        ``tensor_ends`` (2, E): the rows of a tensor's producer and consumer. Equal pairs are one edge.
+        ``tensor_x`` (E, len(EDGE_COLUMNS)): the mean over the tensors of the pair.
+        ``tensor_count`` (E,): how many they are.
         ``device`` (len(DEVICE_COLUMNS),). Zeros for a CPU: one was measured, so nobody knows what they change.
         ``copied`` (1,): bytes of the batch that the host copies to the device. A CPU is its own host.
         ``is_cpu`` (1,): 1 for a CPU, 0 for a GPU.
@@ -110,7 +110,7 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
 
 
 def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-    """``edges``, ``edge_x`` and ``edge_count`` of ``graph``, whose operators have the rows ``order`` (N,)."""
+    """``tensor_ends``, ``tensor_x`` and ``tensor_count`` of ``graph``, whose operators have the rows ``order`` (N,)."""
     source, sink = graph.edges
     _, read, written = graph.costs.astype(np.float64)
     moved, phase = np.cumsum(read + written), np.array([op.phase for op in graph.ops], dtype=np.int64)
@@ -128,9 +128,9 @@ def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> dict
     mean = np.zeros((pairs.shape[1], len(EDGE_COLUMNS)))
     np.add.at(mean, place.ravel(), x)
     return {
-        "edges": pairs.astype(np.int32),
-        "edge_x": (mean / count[:, None]).astype(np.float16),
-        "edge_count": count.astype(np.float32),
+        "tensor_ends": pairs.astype(np.int32),
+        "tensor_x": (mean / count[:, None]).astype(np.float16),
+        "tensor_count": count.astype(np.float32),
     }
 
 
