@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 
 def leave_databases() -> None:
@@ -34,6 +35,8 @@ def write_nothing() -> None:
         "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
+    if (mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils")) is not None:  # it has no switch, nor needs a file
+        mlflow._get_store = MagicMock()  # type: ignore[attr-defined]
     really_open, really_open_descriptor = builtins.open, os.open
     really_list: Callable[[Any], Any] = os.listdir
     really_load = torch.load

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -36,6 +37,8 @@ class Script(NamedTuple):
             CaptureError: if the dry run does not show it. The message names the line where it ended.
             TooLargeError: if a tensor of the script does not fit into any memory.
         """
+        if "mlflow" in Path(self.path).read_text(errors="replace") and find_spec("mlflow"):
+            import mlflow  # noqa: F401  # a dry run silences what was imported before it
         runs = DryRuns(lambda _: self._run(), device, most_seconds=MOST_SECONDS + 5)
         try:
             return runs.capture(_has_no_parameters)
