@@ -6,6 +6,10 @@
 Each network runs eagerly and under torch.compile, on one thread, in turns. The processor time of one inference is measured, so
 that a busy machine hardly matters. Predicted is GuardNet's time for the CPU of the same two, and the plain roofline of both
 graphs. Compiling takes a C++ compiler and some minutes.
+
+With labels (`python -m perfguard_research.fusion.labels`), the table shows how many edges are judged as the compiler did, by the
+rule that is served and by LILOU's network, once kernels that would wait for one another are left apart. The network has learnt
+from networks like these.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from _record import parser_of, show
 from torch import nn
@@ -27,7 +32,11 @@ from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.graph import roofline_s
 from perfguard.predictor import load_predictor
-from perfguard_models.fusion import as_compiled
+from perfguard_models.compiled import as_compiled, fused_edges
+from perfguard_models.fused_graph import kernels_of
+from perfguard_research.fusion.labels import LabelledGraph, read_labels
+from perfguard_research.fusion.network import shipped as lilou
+from perfguard_research.fusion.train import score_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from nas_space import network, random_cell
@@ -93,7 +102,7 @@ def measured(name: str) -> dict[str, Any]:
     graph = trace(workload, target="cpu")
     known_compiled = trace(replace(workload, compiled=True), target="cpu")
     device, predictor = resolve_device("cpu"), load_predictor()
-    kernels_of = as_compiled(known_compiled, device)
+    kernels_of = as_compiled(known_compiled)
     assert kernels_of is not None
     fused = kernels_of.graph
     eager_s, compiled_s = (predictor.predict(seen, device).step_time.median for seen in (graph, known_compiled))
@@ -143,11 +152,44 @@ def errors_of(found: Sequence[Mapping[str, Any]], name: str | None) -> list[str]
     return [f"{statistics.fmean(errors):.1%}", f"{statistics.median(errors):.1%}"]
 
 
+def agreement(paths: Sequence[Path]) -> list[list[str]]:
+    """Precision, recall and accuracy of the kernels of each method, and their number over the compiler's."""
+    rows, network = [row for path in paths for row in read_labels(path)], lilou()
+    methods: dict[str, Callable[[LabelledGraph], list[list[int]]]] = {
+        "the rule": lambda row: kernels_of(row.graph, fused_edges(row.graph)),
+        "GAT-LSTM": lambda row: network.kernels(row.graph, row.compiler),
+    }
+    lines = []
+    for compiler in dict.fromkeys(row.compiler for row in rows):
+        own = [row for row in rows if row.compiler == compiler]
+        labels = [row.edge_labels() for row in own]
+        real = [len(kernels_of(row.graph, np.flatnonzero(label == 1))) for row, label in zip(own, labels, strict=True)]
+        for name, method in methods.items():
+            found = [method(row) for row in own]
+            united = np.concatenate([is_united(row.graph.edges, kernels) for row, kernels in zip(own, found, strict=True)])
+            score = score_of(united, np.concatenate(labels))
+            ratio = statistics.median(len(kernels) / number for kernels, number in zip(found, real, strict=True))
+            shares = (f"{share:.1%}" for share in (score.precision, score.recall, score.accuracy))
+            lines.append([name, compiler, str(len(own)), *shares, f"{ratio:.2f}"])
+    return lines
+
+
+def is_united(edges: np.ndarray[Any, Any], kernels: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+    """1 for each edge whose ends are in one kernel, else 0."""
+    kernel_of = {op: at for at, kernel in enumerate(kernels) for op in kernel}
+    return np.array([float(kernel_of[a] == kernel_of[b]) for a, b in edges.T.tolist()])
+
+
 def main() -> None:
     """Measure the networks and show the tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(NETWORKS))
+    parser.add_argument("--labels", nargs="+", type=Path)
     arguments = parser.parse_args()
+    if arguments.labels:
+        columns = ["method", "compiler", "graphs", "precision", "recall", "accuracy", "kernels, of the compiler's"]
+        show("fusion-rule", columns, agreement(arguments.labels), record=arguments.record)
+        return
     torch.set_num_threads(1)
     found = []
     for name in arguments.models.split(","):

@@ -1,10 +1,10 @@
 """How fast a new machine is learnt: the error of its step times after some of its own runs.
 
-    python benchmarks/new_machine.py RUNS --cache .perfguard-cache
+    python benchmarks/new_machine.py TABLE... --cache .perfguard-cache [--split gpu]
 
-RUNS is a table of runs of any model (docs/tables.md). Each machine with at least 30 step times is shown. Its
-runs come in a random order. The error is that of the others, which come later. The weights have seen these rows, but not the
-factors of the machines.
+A machine is a source, a card and the source's folder of results. Each with at least 30 runs of any model is shown. The weights
+are trained without its card, or without its source, and kept in the cache. Its runs come in a random order, three times. The
+error is that of the runs from the 21st on.
 """
 
 from __future__ import annotations
@@ -16,19 +16,29 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from _record import parser_of, show
+from online import Scenario, shipped_weights, weights_without
 
 from perfguard.devices import Device
 from perfguard.graph import OpGraph
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, Observation
-from perfguard_models.guardnet import load
-from perfguard_research.dataset import Run, dataset_of, graphs_of
+from perfguard_models.guardnet import GuardNet
+from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.raw_prediction import Weights
+from perfguard_research.dataset import Run, dataset_of, folds, graphs_of
+from perfguard_research.learners import learner_class
 
 _LEARNT = (0, 1, 3, 5, 10, 20)
 _FEWEST = 30
 _JUDGED = 60
+_ORDERS = 3
+_OPERATORS = 2000
+_Row = tuple[Run, Device, OpGraph]
+_Scores = npt.NDArray[np.float64]
+"""Mean and median error, and the share inside the 90% interval, after each number of runs. Shape: (len(_LEARNT), 3)."""
 
 
 def observed(run: Run, device: Device, graph: OpGraph) -> Observation:
@@ -37,17 +47,30 @@ def observed(run: Run, device: Device, graph: OpGraph) -> Observation:
     return Observation(graph, device, Measurement("ok", device.id, device.name, None, seconds, 10 * seconds, 10, "nvml", ""))
 
 
-def score(rows: Sequence[tuple[Run, Device, OpGraph]], learnt: int) -> tuple[float, float, float]:
-    """Mean and median error, and the share inside the 90% interval, of the runs from the 21st on."""
-    net = load()
-    if learnt:
-        net.fine_tune([observed(*row) for row in rows[:learnt]])
+def scores(weights: Weights, rows: Sequence[_Row]) -> _Scores:
+    """The scores of the runs from the 21st on."""
+    net, found = GuardNet({"cuda": weights}), []
     later = rows[_LEARNT[-1] :][:_JUDGED]
-    times = [net.predict(graph, device).step_time for _, device, graph in later]
-    apart = np.array([run.labels["time"] - math.log(time.median) for (run, *_), time in zip(later, times, strict=True)])
-    errors = np.abs(np.expm1(-apart))
-    inside = np.abs(apart) <= HALF_INTERVAL * np.array([time.log_sigma for time in times])
-    return float(errors.mean()), float(np.median(errors)), float(inside.mean())
+    for learnt in _LEARNT:
+        net.fine_tune([observed(*row) for row in rows[:learnt]])
+        times = [net.predict(graph, device).step_time for _, device, graph in later]
+        apart = np.array([run.labels["time"] - math.log(time.median) for (run, *_), time in zip(later, times, strict=True)])
+        errors, half = np.abs(np.expm1(-apart)), HALF_INTERVAL * np.array([time.log_sigma for time in times])
+        found.append((errors.mean(), np.median(errors), (np.abs(apart) <= half).mean()))
+    return np.array(found)
+
+
+def of_orders(weights: Weights, rows: Sequence[_Row]) -> _Scores:
+    """The mean of :func:`scores` over some orders of ``rows``."""
+    return np.asarray(np.mean([scores(weights, random.Random(seed).sample(rows, len(rows))) for seed in range(_ORDERS)], axis=0))
+
+
+def machines_of(table: Path, cache: Path) -> dict[tuple[str, str, str], list[_Row]]:
+    """The rows with a step time of each machine that has enough of them."""
+    found: defaultdict[tuple[str, str, str], list[_Row]] = defaultdict(list)
+    for row in graphs_of([table], lambda run: run.table == "run" and "time" in run.labels, cache=cache):
+        found[row[0].machine].append(row)
+    return {machine: rows for machine, rows in found.items() if len(rows) >= _FEWEST}
 
 
 def _name(source: str, gpu: str, folder: str) -> str:
@@ -55,25 +78,37 @@ def _name(source: str, gpu: str, folder: str) -> str:
     return " ".join([source, gpu, *PurePosixPath(folder).parts[:2][-1:]])
 
 
+def _cell(mean: float, median: float, inside: float) -> str:
+    return f"{mean:.0%} / {median:.0%}; {inside:.0%}"
+
+
 def main() -> None:
-    """Show one line for each machine."""
+    """Show one line for each machine, and the means of all."""
     parser = parser_of(__doc__)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+", help="the first has the machines, the others are learnt from, too")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    parser.add_argument("--split", choices=["gpu", "source"], default="gpu", help="what the weights have not seen")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dataset_of([arguments.table], "launches", cache=arguments.cache)  # traces what is not in the cache
-    machines: defaultdict[tuple[str, str, str], list[tuple[Run, Device, OpGraph]]] = defaultdict(list)
-    for row in graphs_of([arguments.table], lambda run: "time" in run.labels, cache=arguments.cache):
-        machines[row[0].machine].append(row)
-    lines = []
-    for machine, rows in sorted(machines.items()):
-        if len(rows) >= _FEWEST:
-            random.Random(0).shuffle(rows)
-            cells = [f"{mean:.0%} / {median:.0%}; {inside:.0%}" for mean, median, inside in (score(rows, n) for n in _LEARNT)]
-            lines.append([_name(*machine), str(len(rows)), *cells])
+    views, cache = learner_class("step-time").views, arguments.cache
+    runs = dataset_of(arguments.tables, views, cache=cache, most_operators=_OPERATORS).runs
+    machines, memory = machines_of(arguments.tables[0], cache), shipped_weights(MemoryForest.name)
+    found: dict[tuple[str, str, str], _Scores] = {}
+    for fold in folds(runs, arguments.split):
+        held_out = {getattr(runs[index], arguments.split) for index in fold.judge}
+        own = [machine for machine in machines if machine[arguments.split == "gpu"] in held_out]
+        if own:
+            is_judged = {id(runs[index]) for index in fold.judge}.__contains__
+            scenario = Scenario(fold.name, "time", lambda run, is_judged=is_judged: is_judged(id(run)), lambda run: False)  # type: ignore[misc]
+            weights = Weights(memory, weights_without(scenario, runs, cache))
+            found |= {machine: of_orders(weights, machines[machine]) for machine in own}
+    lines = [[_name(*one), str(len(machines[one])), *(_cell(*row) for row in found[one])] for one in sorted(found)]
+    means = np.array(list(found.values()))
+    lines.append(["all machines alike", "", *(_cell(*row) for row in means.mean(0))])
+    worse = (means[:, :, 0] > means[:, :1, 0]).sum(0)
+    lines.append(["machines that learning made worse", "", *(f"{number} of {len(means)}" for number in worse)])
     columns = ["machine", "runs", *(f"after {number}" for number in _LEARNT)]
-    show("new-machines", columns, lines, record=arguments.record)
+    show(f"new-machines-{arguments.split}", columns, lines, record=arguments.record)
 
 
 if __name__ == "__main__":

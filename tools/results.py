@@ -152,7 +152,7 @@ def memory_fits() -> Table:
 
 def fusion_labels() -> Table:
     """Return how many edges each compiler labelled."""
-    card = _weights("perfguard_models", "fusion")
+    card = _weights("perfguard_research", "fusion")
     counts = ["graphs", "families", "edges", "fused", "not known"]
     return _of(
         card,
@@ -164,7 +164,7 @@ def fusion_labels() -> Table:
 
 def fusion_edges() -> Table:
     """Return the scores of the methods that say which edges are fused."""
-    card = _weights("perfguard_models", "fusion")
+    card = _weights("perfguard_research", "fusion")
     shares = ["precision", "recall", "accuracy"]
     return _of(
         card,

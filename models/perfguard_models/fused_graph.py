@@ -19,21 +19,18 @@ from perfguard.graph import Op, OpGraph
 
 FUSED = "fused"
 """Attribute of a fused operator: the names of its parts, in order."""
-_LIBRARY_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
+LIBRARY_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
 
 
-def kernels_of(graph: OpGraph, fused: npt.NDArray[np.float64]) -> list[list[int]]:
+def kernels_of(graph: OpGraph, fused: npt.NDArray[np.int64]) -> list[list[int]]:
     """The operators of ``graph`` by kernel, each ascending, in the order of their first operators.
 
     Args:
         graph: any graph.
-        fused: for each of ``graph.edges`` the chance that it is fused. Shape: (num_edges,). Edges above one half unite the
-            kernels of their ends, the surest first.
+        fused: columns of ``graph.edges`` that unite the kernels of their ends, the first ones first.
     """
     kernels = _Kernels(graph)
-    for at in np.argsort(-fused, kind="stable"):
-        if fused[at] <= 0.5:
-            break
+    for at in fused:
         kernels.unite(int(graph.edges[0, at]), int(graph.edges[1, at]))
     return kernels.listed()
 
@@ -186,7 +183,7 @@ def _one(graph: OpGraph, kernel: Sequence[int], number: int, read_after: set[tup
         for storage, size in writes.items()
         if storage in unread or (number, storage) in read_after or _stays(graph, storage)
     }
-    main = max(ops, key=lambda op: (op.kind in _LIBRARY_KINDS, op.flops))
+    main = max(ops, key=lambda op: (op.kind in LIBRARY_KINDS, op.flops))
     return main._replace(
         flops=sum(op.flops for op in ops),
         bytes_read=int(sum(reads.values())),

@@ -35,9 +35,9 @@ from perfguard.graph import (
     unknown_span,
 )
 from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
+from perfguard_models.compiled import Compiled, as_compiled
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.fine_tuning import FineTuned, LearntRun, fine_tune
-from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.raw_prediction import (
     PHYSICS,
@@ -333,7 +333,7 @@ class GuardNet:
         """The kernels of a compiled graph; None: it is not compiled, or the weights were trained on compiled runs like it."""
         if "compiled" not in graph.options or self._weights[device.kind].knows_compiled(graph, device):
             return None
-        return as_compiled(graph, device)
+        return as_compiled(graph)
 
 
 def _sorted(times_s: list[tuple[str, float]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,11 +58,16 @@ def graphs(draw: st.DrawFn) -> OpGraph:
     return OpGraph(tuple(ops), tuple(lives), "infer", "fp32", "nchw")
 
 
+def some_edges(graph: OpGraph, seed: int) -> npt.NDArray[np.int64]:
+    """About half of the edges, in a random order."""
+    order = np.random.default_rng(seed).permutation(graph.edges.shape[1])
+    return order[: len(order) // 2]
+
+
 @given(graphs(), st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
 def test_fusion_keeps_flops_and_never_adds_bytes(graph: OpGraph, seed: int) -> None:
-    chances = np.random.default_rng(seed).random((graph.edges.shape[1],))
-    kernels = kernels_of(graph, chances)
+    kernels = kernels_of(graph, some_edges(graph, seed))
     fused, _ = merged(graph, kernels)
     assert sorted(index for kernel in kernels for index in kernel) == list(range(len(graph.ops)))
     assert fused.flops == graph.flops
@@ -76,7 +82,7 @@ def test_fusion_keeps_flops_and_never_adds_bytes(graph: OpGraph, seed: int) -> N
 @given(graphs(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_the_order_of_kernels_keeps_every_dependency(graph: OpGraph, seed: int) -> None:
-    kernels = kernels_of(graph, np.random.default_rng(seed).random((graph.edges.shape[1],)))
+    kernels = kernels_of(graph, some_edges(graph, seed))
     names = [made.attributes.get(FUSED, (made.name,)) for made in merged(graph, kernels)[0].ops]
     place = {name: at for at, group in enumerate(names) for name in group}
     for first, second in dependencies(graph):
@@ -108,7 +114,7 @@ def test_kernel_waiting_for_itself_is_not_made() -> None:
         sizes=(MIB, MIB, MIB, MIB),
         output=3,
     )
-    relu_to_add = np.array([float((a, b) == (0, 2)) for a, b in graph.edges.T])
+    relu_to_add = np.array([at for at, edge in enumerate(graph.edges.T.tolist()) if edge == [0, 2]])
     assert kernels_of(graph, relu_to_add) == [[0], [1], [2]]
     with pytest.raises(ValueError, match="no order of them is possible"):
         merged(graph, [[0, 2], [1]])

@@ -1,21 +1,25 @@
-"""LILOU's other heads: which kernel runs."""
+"""LILOU's own networks: which operators fuse, and which kernel runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard_research.fusion import kernels
+from perfguard_research.fusion.network import read_fusion_model
 from tests.weights import check_damaged_weights_are_refused
 
 WEIGHTS = Path(kernels.__file__).parents[1] / "weights"
 
 
-def test_kernel_weights_refuse_damage_and_exchange(tmp_path: Path) -> None:
-    check_damaged_weights_are_refused(WEIGHTS, "kernels", kernels.read_kernel_model, tmp_path)
+@pytest.mark.parametrize(("name", "read"), [("kernels", kernels.read_kernel_model), ("fusion", read_fusion_model)])
+def test_weights_refuse_damage_and_exchange(name: str, read: Callable[..., object], tmp_path: Path) -> None:
+    check_damaged_weights_are_refused(WEIGHTS, name, read, tmp_path)
 
 
 def test_kernel_names_drop_template_and_architecture() -> None:

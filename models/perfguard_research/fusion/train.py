@@ -1,7 +1,7 @@
 """Train and judge the edge classifier of `fusion` on labels of real compilers.
 
     python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 12
-    python -m perfguard_research.fusion.train labels.jsonl --out models/perfguard_models/weights
+    python -m perfguard_research.fusion.train labels.jsonl --out models/perfguard_research/weights
 
 Evaluated in five folds by family of models (no family is in training and test), then fitted to everything. Writes
 OUT/fusion.safetensors and OUT/fusion.json, the card with the scores.
@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.fusion import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of, joined
 from perfguard_models.weight_files import write_pair
 from perfguard_research.fusion.labels import LabelledGraph, read_labels
+from perfguard_research.fusion.network import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of, joined
 
 _FOLDS = 5
 _HIDDEN = 64

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
 from perfguard_models import trained
-from perfguard_models.fusion import as_compiled
 from perfguard_models.learner import Arrays
 from perfguard_models.trained import FeatureSet
+from perfguard_research.fusion.network import shipped
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -75,8 +75,8 @@ def layers_of(graph: OpGraph, device: Device, *, whole: bool = False) -> Layers:
 def kernels(graph: OpGraph, device: Device) -> Arrays:
     """The kernel that each operator of an inference runs in; without a compiler each has its own. Shape: (n,)."""
     kernel = np.arange(len(graph.ops))
-    if (compiled := as_compiled(graph, device)) is not None:
-        for at, operators in enumerate(compiled.kernels):
+    if "compiled" in graph.options and graph.mode == "infer":
+        for at, operators in enumerate(shipped().kernels(graph, f"inductor-{device.kind}")):
             kernel[operators] = at
     return {"kernel": kernel}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
-from perfguard_models.fusion import Compiled, as_compiled
+from perfguard_models.compiled import Compiled, as_compiled
 from perfguard_models.learner import Predicted, predict_with_spread, share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
@@ -29,7 +29,7 @@ _PRIOR_RUNS = 1.0
 
 def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
     """The kernels of a compiled graph; None: it is not compiled, or in half precision, where compiled runs are training rows."""
-    return None if device.kind == "cuda" and graph.precision != "fp32" else as_compiled(graph, device)
+    return None if device.kind == "cuda" and graph.precision != "fp32" else as_compiled(graph)
 
 
 class Served:

@@ -12,13 +12,11 @@ output of attention. These features include the number of its readers and its sh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,25 +24,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import nn
+from torch_geometric.nn import GATConv, GraphSizeNorm
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import KIND_INDEX, OP_KINDS, TRACED_AS_EAGER, OpGraph, StorageKind, roofline_s
-from perfguard_models.fused_graph import kernels_of, merged
+from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, StorageKind
+from perfguard_models.fused_graph import kernels_of
 from perfguard_models.weight_files import check_hash, read_pair
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-    from perfguard.devices import Device
-
 FORMAT = 1
 SIZES = ("log_input", "log_output", "log_weights", "log_flops", "readers", "writers", "rank", "log_last", "log_first")
 """Columns of what is known of an operator, beside its kind and its name: logarithms of bytes, FLOPs and sizes of its output."""
 _HIDDEN = 64
-_NOTE = (
-    "torch.compile: operators merged into kernels as Inductor's scheduler is expected to ({kernels} kernels for {ops} operators, "
-    "learnt from its decisions in torch 2.13)"
-)
 
 
 class Edges(NamedTuple):
@@ -111,8 +104,6 @@ class EdgeClassifier(nn.Module):
     """
 
     def __init__(self, num_names: int, num_compilers: int, hidden: int = _HIDDEN) -> None:
-        from torch_geometric.nn import GATConv, GraphSizeNorm  # for compiled steps alone: it takes as long to import as torch
-
         super().__init__()
         self.name = nn.Embedding(num_names, 16)
         self.compiler = nn.Embedding(num_compilers, 4)
@@ -162,9 +153,10 @@ class FusionModel:
         found: npt.NDArray[np.float64] = torch.sigmoid(logits).double().numpy()
         return found
 
-    def fused(self, graph: OpGraph, compiler: str) -> tuple[OpGraph, list[list[int]]]:
-        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and the operators in it."""
-        return merged(graph, kernels_of(graph, self.chances(graph, compiler)))
+    def kernels(self, graph: OpGraph, compiler: str) -> list[list[int]]:
+        """The operators in each kernel that ``compiler`` is expected to launch. The surest edges are fused first."""
+        chances = self.chances(graph, compiler)
+        return kernels_of(graph, np.argsort(-chances, kind="stable")[: int((chances > 0.5).sum())])
 
 
 def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
@@ -174,7 +166,7 @@ def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
     data, document = read_pair(
-        tensors, card, "The weights of fusion", "train them with `python -m perfguard_models.train_fusion`"
+        tensors, card, "The weights of fusion", "train them with `python -m perfguard_research.fusion.train`"
     )
     if document.get("format") != FORMAT or document.get("sizes") != list(SIZES) or document.get("kinds") != list(OP_KINDS):
         raise PredictorError("The weights of fusion were made for another version of PerfGuard. Train them again.")
@@ -190,60 +182,5 @@ def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
 @functools.cache
 def shipped() -> FusionModel:
     """The weights that come with the package."""
-    folder = files("perfguard_models") / "weights"
+    folder = files("perfguard_research") / "weights"
     return read_fusion_model(folder / "fusion.safetensors", folder / "fusion.json")
-
-
-class Compiled(NamedTuple):
-    """A compiled inference: what eager execution would launch, and what is launched."""
-
-    eager: OpGraph
-    """The graph without the option "compiled", for weights that were trained on eager runs only."""
-    graph: OpGraph
-    """One operator for each kernel."""
-    kernels: list[list[int]]
-    """Operators of ``eager`` in each operator of ``graph``."""
-
-    def time_shares(self, device: Device) -> npt.NDArray[np.float64]:
-        """The share of each eager operator's time that is left after fusion.
-
-        It is the roofline of its kernel over the sum of the rooflines of the kernel's operators. So a learnt factor over an
-        operator's roofline stays. In (0, 1]. Shape: (len(eager.ops),).
-        """
-        alone, together = roofline_s(self.eager, device), roofline_s(self.graph, device)
-        shares = np.ones(len(self.eager.ops))
-        for kernel, seconds in zip(self.kernels, together, strict=True):
-            shares[kernel] = min(1.0, float(seconds) / float(alone[kernel].sum()))
-        return shares
-
-    def memory_share(self, device: Device) -> float:
-        """The peak with the kernels over the eager peak, both with the context."""
-        peaks = (graph.peak_live_bytes + device.context_bytes for graph in (self.graph, self.eager))
-        kernels, eager = (max(peak, 1) for peak in peaks)
-        return kernels / eager
-
-
-_compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
-
-
-def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
-    """The kernels that ``device`` launches for ``graph``, if it is a compiled inference.
-
-    None: it is not compiled, or it is training. No labels cover its backward operators, so its operators stay those of eager
-    code, and ``unmodelled`` says so. Weights that know the option "compiled" may still predict a shorter time.
-    """
-    if "compiled" not in graph.options or graph.mode != "infer":
-        return None
-    compiler = f"inductor-{device.kind}"
-    known = _compiled.setdefault(graph, {})
-    if compiler not in known:
-        options = tuple(option for option in graph.options if option != "compiled")
-        eager = dataclasses.replace(graph, options=options)
-        made, kernels = shipped().fused(eager, compiler)
-        note = _NOTE.format(kernels=len(made.ops), ops=len(graph.ops))
-        unmodelled = (note, *(text for text in graph.unmodelled if text != TRACED_AS_EAGER))
-        known[compiler] = Compiled(eager, dataclasses.replace(made, unmodelled=unmodelled), kernels)
-    return known[compiler]
-
-
-__all__ = ["Compiled", "EdgeClassifier", "FusionModel", "as_compiled", "edges_of", "joined", "read_fusion_model", "shipped"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,27 +10,27 @@ from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.graph import TRACED_AS_EAGER
 from perfguard.predictor import load_predictor
-from perfguard_models import fusion
-from perfguard_models.fused_graph import FUSED
-from perfguard_models.fusion import as_compiled, read_fusion_model, shipped
+from perfguard_models.compiled import as_compiled
+from perfguard_research.fusion.network import shipped
 from tests.fusible import SHAPE, network
-from tests.weights import check_damaged_weights_are_refused
-
-WEIGHTS = Path(fusion.__file__).parent / "weights"
 
 
-def test_shipped_weights_fuse_batch_norm_on_cpu() -> None:
-    graph = trace(Workload(network(), SHAPE, mode="infer"), target="cpu")
-    kernels_found = [op.attributes.get(FUSED, ()) for op in shipped().fused(graph, "inductor-cpu")[0].ops]
-    assert sum(found[:2] == ("native_batch_norm", "relu") for found in kernels_found) >= 2
-    assert not any("convolution" in found for found in kernels_found)
+@pytest.mark.parametrize("method", ["rule", "network"])
+def test_batch_norm_and_its_activation_are_one_kernel(method: str) -> None:
+    graph = trace(Workload(network(), SHAPE, mode="infer", compiled=True), target="cpu")
+    compiled = as_compiled(graph)
+    assert compiled is not None
+    kernels = compiled.kernels if method == "rule" else shipped().kernels(graph, "inductor-cpu")
+    names = [[graph.ops[at].name for at in kernel] for kernel in kernels]
+    assert sum(found[:2] == ["native_batch_norm", "relu"] for found in names) >= 2
+    assert all(found == ["convolution"] for found in names if "convolution" in found)
 
 
 def test_compiled_training_stays_eager_and_noted() -> None:
     """Of training no fusion was learnt, so the graph stays as it was traced."""
     device = resolve_device("cpu")
     graph = trace(Workload(network(), SHAPE, loss=lambda out: out.sum(), compiled=True), target=device)
-    assert as_compiled(graph, device) is None
+    assert as_compiled(graph) is None
     assert TRACED_AS_EAGER in graph.unmodelled
 
 
@@ -46,7 +45,3 @@ def test_predictors_take_compiled_inference_for_faster(name: str, gpu: str) -> N
         )
         assert 0 < compiled.step_time.median < eager.step_time.median
         assert compiled.peak_memory.median <= eager.peak_memory.median
-
-
-def test_fusion_weights_refuse_damage_and_exchange(tmp_path: Path) -> None:
-    check_damaged_weights_are_refused(WEIGHTS, "fusion", read_fusion_model, tmp_path)
