@@ -298,15 +298,8 @@ AnyBuild = Build | CapturingBuild
 
 
 def build_watched(build: AnyBuild, params: WatchedParams) -> AnyWorkload:
-    """Call :func:`build_workload`, whose second attempt finds all parameters, whatever the first took out."""
-    if isinstance(build, CapturingBuild):
-        return build(params)
-
-    def attempt(watched: Mapping[str, Any]) -> Workload:
-        params.refill()
-        return build(watched)
-
-    return build_workload(attempt, params)
+    """Dry-run the objective, or call :func:`build_workload`."""
+    return build(params) if isinstance(build, CapturingBuild) else build_workload(build, params)
 
 
 def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
@@ -330,6 +323,8 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
         except Exception as error:
             if is_missing_parameter(error, params):
                 raise
+            if isinstance(params, WatchedParams):
+                params.refill()  # with what the first attempt took out
             workload = _build_on_the_host(build, params)
     if not isinstance(workload, Workload):
         raise BuildError(f"build(params) must return a perfguard.Workload, but returned {type(workload).__name__}.")
