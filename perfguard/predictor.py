@@ -161,10 +161,7 @@ class Prediction:
             return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
 
         memory, step_time = widened(self.peak_memory, "memory"), widened(self.step_time, "time")
-        done = {
-            "memory": memory.log_sigma / self.peak_memory.log_sigma,
-            "time": step_time.log_sigma / self.step_time.log_sigma,
-        }
+        done = {"memory": memory.log_sigma / self.peak_memory.log_sigma, "time": step_time.log_sigma / self.step_time.log_sigma}
         return replace(
             self,
             widening={target: self.widening.get(target, 1.0) * done[target] for target in TARGETS},
@@ -363,38 +360,23 @@ def graph_of(
             )
         return model
     if isinstance(model, (str, os.PathLike)):
-        return _graph_of_file(Path(model), device, mode=mode, batch_size=batch_size, dims=dims, precision=precision, tf32=tf32)
+        if Path(model).suffix.lower() != ".onnx":
+            raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(model)!r}.")
+        if mode == "train":
+            raise ConfigurationError("An ONNX file has only the forward pass. Give mode='infer', or the network in PyTorch.")
+        from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
+
+        stated: Any = {"precision": precision, "tf32": tf32}
+        return graph_from_onnx(Path(model), batch_size=batch_size, dims=dims, target=device, **stated)
     if batch_size is not None or dims:
         raise ConfigurationError("batch_size and dims are for ONNX files. The inputs of a module or a workload have the batch.")
     if not isinstance(model, Workload):
         if inputs is None:
             raise ConfigurationError("A module needs its inputs, for instance predict(model, inputs=(32, 3, 224, 224)).")
         model = Workload(model, inputs, mode="infer")
-    stated: dict[str, Any] = {"mode": mode, "precision": precision, "tf32": tf32}
-    changes = {name: value for name, value in stated.items() if value is not None}
+    changes: Any = {"mode": mode, "precision": precision, "tf32": tf32}
+    changes = {name: value for name, value in changes.items() if value is not None}
     return trace(replace(model, **changes), target=device)
-
-
-def _graph_of_file(
-    path: Path,
-    device: Device,
-    *,
-    mode: Mode | None,
-    batch_size: int | None,
-    dims: Mapping[str, int | Sequence[int]] | None,
-    precision: Precision | None,
-    tf32: Tf32 | None,
-) -> OpGraph:
-    if path.suffix.lower() != ".onnx":
-        raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(path)!r}.")
-    if mode == "train":
-        raise ConfigurationError("An ONNX file has only the forward pass. Give mode='infer', or the network in PyTorch.")
-    from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
-
-    return graph_from_onnx(
-        path, batch_size=batch_size, dims=dims, tf32=tf32, target=device,
-        precision=precision,  # type: ignore[arg-type]
-    )  # fmt: skip
 
 
 def most_energy(prediction: Prediction, device: Device) -> Estimate | None:

@@ -221,17 +221,3 @@ def _resized(value: Any, batch_size: int) -> Any:
         return TensorSpec((batch_size, *shape[1:]), str(leaf.dtype).removeprefix("torch.")) if shape else leaf
 
     return mapped(value, resize)
-
-
-__all__ = [
-    "AS_PROPOSED",
-    "Remedy",
-    "Repair",
-    "batch_size_of",
-    "can_checkpoint",
-    "check_remedies",
-    "checkpointing",
-    "find_repair",
-    "largest_batch",
-    "with_batch_size",
-]
