@@ -311,7 +311,7 @@ def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Qua
     head = "".join(f'<th scope="col" aria-sort="none"><button type="button">{label}</button></th>' for label in heads)
     counts = Counter(outcome_of(record) for record in shown)
     options = "".join(
-        f'<option value="{name}">{words} ({counts[name]})</option>' for name, words in OUTCOMES.items() if counts[name]
+        f'<option value="{name}">{look.words} ({counts[name]})</option>' for name, look in OUTCOMES.items() if counts[name]
     )
     rows = "".join(_row(record, index, quantities, report.doubts or {}, several=several) for index, record in enumerate(shown))
     filters = (
@@ -343,7 +343,7 @@ def _row(
     cells = [f'<th scope="row" class="number" data-value="{number}">{number}</th>']
     cells += [f"<td>{_text(record.study)}</td>"] if several else []
     cells += [
-        f'<td class="outcome">{OUTCOMES[outcome]}</td>',
+        f'<td class="outcome">{OUTCOMES[outcome].words}</td>',
         f'<td class="reason">{_text("; ".join(filter(None, reasons)))}</td>',
     ]
     for quantity in quantities:

@@ -46,7 +46,7 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
     show.add_argument("--json", action="store_true", help="print JSON")
     export = verb("export", "write the decisions with their measurements as a table")
-    export.add_argument("file", metavar="FILE.csv|FILE.parquet", help="the file to write; Parquet needs pyarrow")
+    export.add_argument("file", metavar="FILE.csv", help="the file to write")
     quarantine = verb("quarantine", "show the readings that PerfGuard does not learn from, and why", selects=False)
     quarantine.add_argument("--json", action="store_true", help="print JSON")
     forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")

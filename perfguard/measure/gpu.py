@@ -59,10 +59,6 @@ class GpuProbe:
         self._notes: list[str] = []
         self._driver = NvmlProbe(self._uuid, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
 
-    @property
-    def method(self) -> str:
-        return "nvml+allocator"
-
     def start(self) -> None:
         if not self._can_use_cuda:
             return

@@ -65,10 +65,10 @@ class Run:
 
     def start(self) -> Run:
         """Begin; the calling thread's optimizer steps are this run's from now on."""
-        _install_optimizer_hook()
         _load_kernels()
         self._thread = threading.get_ident()
         with _lock:
+            _install_optimizer_hook()
             alive = {thread.ident for thread in threading.enumerate()}
             for thread in [thread for thread in _active if thread not in alive]:
                 del _active[thread]  # its thread ended without finishing it
@@ -195,28 +195,18 @@ def status_of(error: BaseException | None) -> Status:
         return "ok"
     if not isinstance(error, Exception):
         return "failed" if isinstance(error, SystemExit) and error.code else "interrupted"
-    signs = (
-        "out of memory",
-        "can't allocate memory",
-        "std::bad_alloc",
-        "status_alloc_failed",
-    )  # the last is cuBLAS's and cuDNN's
+    # The last sign is cuBLAS's and cuDNN's.
+    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "status_alloc_failed")
     is_oom = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
     return "oom" if is_oom else "failed"
 
 
-_has_hook = False
-
-
+@functools.cache
 def _install_optimizer_hook() -> None:
-    """Let every optimizer of the process mark a step, once: a second hook would count each step twice."""
-    global _has_hook
+    """Let every optimizer of the process mark a step. The caller holds the lock: a second hook would count each step twice."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    with _lock:
-        if not _has_hook:
-            register_optimizer_step_post_hook(_after_optimizer_step)
-        _has_hook = True
+    register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 @functools.cache

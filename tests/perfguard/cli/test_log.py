@@ -179,7 +179,7 @@ def test_forget_without_terminal_changes_nothing(
     [
         (["show", "--log", "nowhere.db"], "There is no measurement log at nowhere.db"),
         (["prune"], "Say what to remove"),
-        (["export", "out.xlsx"], "must end in .csv or .parquet"),
+        (["export", "out.xlsx"], "must end in .csv"),
         (
             ["show", "--since", "yesterday"],
             '--since must look like "2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d"',
