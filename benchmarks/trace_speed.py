@@ -105,7 +105,10 @@ def run_one(tool: str, name: str) -> None:
         start = time.perf_counter()
         estimate = ESTIMATORS[tool](model, batch)
         seconds = time.perf_counter() - start
-        print(json.dumps({"batch": batch, "seconds": seconds, "own": memory.finish().peak_memory_bytes, "estimate": estimate}), flush=True)
+        print(
+            json.dumps({"batch": batch, "seconds": seconds, "own": memory.finish().peak_memory_bytes, "estimate": estimate}),
+            flush=True,
+        )
 
 
 def measured(table: Path | None) -> dict[tuple[str, int], float]:

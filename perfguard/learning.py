@@ -458,8 +458,8 @@ def tune_weights(
     by_device = [assess(log.observations(device_id, share), predictor=in_use.lineage).observations for device_id in device_ids]
     if sum(run.recorded_at_ns > since_ns for runs in by_device for run in runs) < min_new:
         return None
-    splits = [_Split.of(runs) for runs in by_device]
-    learnt = [run for split in splits for run in split.learn]
+    splits = [_split(runs) for runs in by_device]
+    learnt = [run for learn, _, _ in splits for run in learn]
     data = candidate.refine(learnt, seed=seed)
     if data is None:
         return None
@@ -480,34 +480,29 @@ def tune_weights(
     return Generation(is_better, len(learnt), metrics)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The runs of one device."""
-
-    learn: Sequence[Observation]
-    recent: Sequence[Observation]
-    kept_back: Sequence[Observation]
-
-    @classmethod
-    def of(cls, runs: Sequence[Observation]) -> _Split:
-        number = min(max(8, math.ceil(len(runs) / 4)), 200)
-        older, recent = runs[:-number], runs[-number:]
-        is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
-        learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
-        present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
-        return cls(learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present])
+_Runs = Sequence[Observation]
 
 
-def _judged(predictor: Predictor, splits: Sequence[_Split]) -> dict[str, list[float]]:
+def _split(runs: _Runs) -> tuple[_Runs, _Runs, _Runs]:
+    """Return the runs of one device to learn from, the newest ones, and those of the others that are kept back."""
+    number = min(max(8, math.ceil(len(runs) / 4)), 200)
+    older, recent = runs[:-number], runs[-number:]
+    is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
+    learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
+    present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
+    return learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present]
+
+
+def _judged(predictor: Predictor, splits: Sequence[tuple[_Runs, _Runs, _Runs]]) -> dict[str, list[float]]:
     """|log(measured / predicted)| of the held-out runs, by set and target, after the others were learnt."""
     errors: dict[str, list[float]] = {f"{which} {target}": [] for which in ("recent", "kept back") for target in TARGETS}
-    for split in splits:
-        predictor.fine_tune(split.learn)
-        for which, runs in (("recent", split.recent), ("kept back", split.kept_back)):
+    for learn, recent, kept_back in splits:
+        predictor.fine_tune(learn)
+        for which, runs in (("recent", recent), ("kept back", kept_back)):
             for run in runs:
                 prediction = predictor.predict(run.graph, run.device)
-                for target, estimate in (("memory", prediction.peak_memory), ("time", prediction.step_time)):
-                    value = run.measured(target)  # type: ignore[arg-type]
+                for target, estimate in zip(TARGETS, (prediction.peak_memory, prediction.step_time), strict=True):
+                    value = run.measured(target)
                     if value is not None and run.measurement.status == "ok":
                         errors[f"{which} {target}"].append(abs(math.log(value / estimate.median)))
     return errors

@@ -82,17 +82,11 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``12.3 ms``, ``4.56 s``, ``2.1 h``: three significant digits."""
-    magnitude = abs(seconds)
-    if not magnitude:
+    if not seconds:
         return "0 s"
-    if magnitude >= 3600:
-        return f"{_three_digits(seconds / 3600)} h"
-    if magnitude >= 120:
-        return f"{_three_digits(seconds / 60)} min"
-    if magnitude >= 1:
-        return f"{_three_digits(seconds)} s"
-    if magnitude >= 1e-3:
-        return f"{_three_digits(seconds * 1e3)} ms"
+    for least, size, unit in ((3600, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms")):
+        if abs(seconds) >= least:
+            return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} us"
 
 

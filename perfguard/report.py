@@ -11,8 +11,8 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.metadata import entry_points
@@ -175,27 +175,22 @@ def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping
     return doubts
 
 
-@contextmanager
-def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> Iterator[MeasurementStore | None]:
+def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> AbstractContextManager[MeasurementStore | None]:
     """The log that was named; else the default one, if it is there and can be used."""
     from perfguard.log import MeasurementStore, default_location
 
     location = os.fspath(log) if log else default_location()
     is_missing = "://" not in location and not Path(location).is_file()
     if log is False or (log is None and is_missing):
-        yield None
-        return
+        return nullcontext()
     if is_missing:
         raise LogError(f"There is no measurement log at {location}.")
     try:
-        store = MeasurementStore(location)
+        return MeasurementStore(location)
     except LogError:
         if log is not None:
             raise
-        yield None
-        return
-    with store:
-        yield store
+        return nullcontext()
 
 
 def tables_in(location: str) -> set[str]:
@@ -240,6 +235,8 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         ConfigurationError: if Plotly is not installed.
     """
     graph_objects()
+    from plotly.offline import get_plotlyjs
+
     shown = report.records[-max_rows:]
     hidden = len(report.records) - len(shown)
     known = {quantity for record in shown for quantity in record.predicted}
@@ -249,13 +246,15 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
     note = f"<p>The latest {len(shown):,} trials are shown; {hidden:,} earlier ones are counted above.</p>" if hidden else ""
     dots = "".join(f'tr[data-outcome="{name}"] {{ --dot: var(--{name}); }}' for name in OUTCOMES)
+    device = f"Guarded device: {report.device}. " if report.device else ""
+    about = f"{device}{len(report.records):,} trials, read from the {report.source}."
     body = (
-        f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(_about(report))}</p></header>"
+        f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(about)}</p></header>"
         f"<main><h2>What was saved</h2>{_counts(report.summary)}{''.join(map(_picture, pictures))}"
         f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
         f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
     )
-    page = f"<script>{_plotly_js()}</script>{body}<script>{_asset('report.js')}</script>"
+    page = f"<script>{get_plotlyjs()}</script>{body}<script>{_asset('report.js')}</script>"
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, flags=re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -270,11 +269,6 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         f"<title>{_text(report.title)}: PerfGuard report</title><style>{_asset('report.css')}{dots}</style></head>"
         f"<body>{page}</body></html>\n"
     )
-
-
-def _about(report: Report) -> str:
-    device = f"Guarded device: {report.device}. " if report.device else ""
-    return f"{device}{len(report.records):,} trials, read from the {report.source}."
 
 
 def _counts(summary: Summary) -> str:
@@ -351,7 +345,8 @@ def _row(
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
         cells.append(_number(quantity, None if estimate is None else estimate.median, interval))
         cells.append(_number(quantity, record.measured.get(quantity)))
-    params = ", ".join(f"{name}={_value(value)}" for name, value in flat(record.params).items())
+    values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in flat(record.params).items()}
+    params = ", ".join(f"{name}={value}" for name, value in values.items())
     return f'<tr data-outcome="{outcome}">{"".join(cells)}<td class="params">{_text(params)}</td></tr>'
 
 
@@ -360,10 +355,6 @@ def _number(quantity: Quantity, value: float | None, interval: str = "") -> str:
         return '<td class="number" data-value="">–</td>'
     small = f"<small>{interval}</small>" if interval else ""
     return f'<td class="number" data-value="{value!r}">{format_quantity(quantity, value)}{small}</td>'
-
-
-def _value(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -382,9 +373,3 @@ def _text(text: str, *, longest: int = 400) -> str:
 
 def _asset(name: str) -> str:
     return (files("perfguard") / name).read_text(encoding="utf-8")
-
-
-def _plotly_js() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())

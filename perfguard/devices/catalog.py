@@ -86,6 +86,7 @@ USABLE_MEMORY = 0.975
 """CUDA's total memory is 0.5 to 2.5% below the nominal size on the catalog's cards: the driver keeps the rest."""
 
 
+@functools.cache
 def catalog() -> Mapping[str, Device]:
     """Every GPU that PerfGuard knows, by id, in the order of the file. The rates are dense.
 
@@ -93,10 +94,15 @@ def catalog() -> Mapping[str, Device]:
         >>> catalog()["a100-pcie-40gb"].num_sms
         108
     """
-    return _devices()
+    devices = {}
+    for row in _file()["devices"]:
+        fields = {name: value for name, value in row.items() if name not in ("nvml_name", "memory_gb")}
+        assumed = {"memory_bytes": int(USABLE_MEMORY * row["memory_gb"] * 2**30), **_file()["architectures"][row["architecture"]]}
+        devices[row["id"]] = Device(kind="cuda", **(assumed | fields))
+    return MappingProxyType(devices)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def aliases() -> Mapping[str, str]:
     """Short names and the ids they stand for.
 
@@ -189,31 +195,18 @@ def _key(name: str) -> str:
     return re.sub(r"^(nvidia|tesla|geforce)+", "", re.sub(r"[\s_-]+", "", name.lower()))
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _file() -> Any:
     return json.loads(resources.files("perfguard.devices").joinpath("catalog.json").read_text(encoding="utf-8"))
 
 
-@functools.lru_cache(maxsize=1)
-def _devices() -> Mapping[str, Device]:
-    devices = {}
-    for row in _file()["devices"]:
-        fields = {name: value for name, value in row.items() if name not in ("nvml_name", "memory_gb")}
-        defaults = {
-            "memory_bytes": int(USABLE_MEMORY * row["memory_gb"] * 2**30),
-            **_file()["architectures"][row["architecture"]],
-        }
-        devices[row["id"]] = Device(kind="cuda", **(defaults | fields))
-    return MappingProxyType(devices)
-
-
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _nvml_names() -> dict[str, str]:
     """NVML names by device id. Cards of several sizes may share one."""
     return {row["id"]: row["nvml_name"] for row in _file()["devices"]}
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _by_key() -> Mapping[str, Device]:
     first = {nvml_name: id_ for id_, nvml_name in reversed(_nvml_names().items())}  # the first of each name stays
     names = first | dict(aliases()) | {id_: id_ for id_ in catalog()}

@@ -7,7 +7,7 @@ import importlib
 import os
 import platform
 import re
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +187,7 @@ def _cautious_rates(fp32: float, capability: tuple[int, int]) -> dict[str, float
     return rates
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def cpu() -> Device:
     """This machine's CPU: best of a few matrix products and copies with torch's current number of threads.
 
@@ -225,12 +225,7 @@ def cpu() -> Device:
 
 
 def _best_time(call: Callable[[], object]) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(15))
+    return min(timeit.repeat(call, number=1, repeat=15))
 
 
 def cpu_name() -> str:

@@ -31,13 +31,10 @@ from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
 from perfguard.verdict import Verdict
 from perfguard.workload import CapturedTrial, Workload
+from tests.doubles import TOY_GPU
 
 GIB = 2**30
-DEVICE = Device(
-    id="toy", name="Toy 10G", kind="cuda", memory_bytes=10 * GIB, bandwidth_bytes_per_s=1e11, peak_flops={"fp32": 1e12},
-    num_sms=8, boost_clock_hz=1e9, l2_bytes=2**20, tdp_w=50.0, architecture="toy", context_bytes=2**28, launch_overhead_s=5e-6,
-    source="made up",
-)  # fmt: skip
+DEVICE = replace(TOY_GPU, name="Toy 10G", memory_bytes=10 * GIB, peak_flops={"fp32": 1e12}, context_bytes=2**28)
 MEASUREMENT = Measurement(
     status="ok", device_id="toy", device_name="Toy 10G", peak_memory_bytes=9 * GIB, step_time_s=0.3, total_time_s=30.0,
     num_steps=100, method="double", framework="torch",
@@ -63,14 +60,9 @@ class Oracle:
         if self.failure:
             raise RuntimeError(self.failure)
         step_time = Estimate(self.step_time_s, self.log_sigma)
-        return Prediction(
-            peak_memory=Estimate(self.memory, self.log_sigma),
-            step_time=step_time,
-            total_time=None if steps is None else step_time.scaled(steps),
-            predictor=self.name,
-            device_id=device.id,
-            trained_on_device=self.trained_on_device,
-        )
+        total_time = None if steps is None else step_time.scaled(steps)
+        memory = Estimate(self.memory, self.log_sigma)
+        return Prediction(memory, step_time, total_time, self.name, device.id, self.trained_on_device)
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         self.taught.append(list(observations))
@@ -383,14 +375,6 @@ def test_median_is_never_below_what_the_step_holds(log: MeasurementStore) -> Non
     assert prediction.step_time.median >= 2.5e-6
     assert prediction.total_time is not None
     assert prediction.total_time.median == pytest.approx(100 * prediction.step_time.median)
-
-
-def test_a_new_guard_begins_with_what_the_log_holds(own_log: MeasurementStore) -> None:
-    first = Guard(DEVICE, predictor=Oracle(), log=own_log)
-    first.learn(first.decide(lambda: WORKLOAD), MEASUREMENT)
-    later = Oracle()
-    Guard(DEVICE, predictor=later, log=own_log)
-    assert [len(observations) for observations in later.taught] == [1]
 
 
 def test_predictor_that_cannot_learn_warns_once(own_log: MeasurementStore) -> None:

@@ -30,7 +30,7 @@ from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
 from perfguard.verdict import Verdict
-from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, beside, locked, make_graph, record, trials
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +44,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("BEGIN EXCLUSIVE")
-        yield
-        connection.execute("ROLLBACK")
-
-
-@contextmanager
 def one_warning() -> Iterator[None]:
     with pytest.warns(LogWarning, match=r"cannot be used now \(database is locked\)") as caught:
         yield
     assert len(caught) == 1
-
-
-def trials(path: Path) -> list[int | None]:
-    with MeasurementStore(path) as store:
-        return [trial.number for trial in store.records()]
-
-
-def beside(path: Path) -> list[Path]:
-    return list(path.parent.glob("*.rows.jsonl"))
 
 
 def test_decision_and_measurement_round_trip(path: Path, graph: OpGraph) -> None:
@@ -311,7 +294,7 @@ def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> N
         assert [trial.number for trial in found] == [0, 1, 2, 3]
         assert [trial.decision_id for trial in found[:3]] == ids
         assert len(store.observations("toy")) == 1
-    assert not beside(path)
+    assert not beside(path.parent)
 
 
 def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> None:
@@ -323,14 +306,14 @@ def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> N
         store.close()
         record(store, 1)
         store.close()
-    assert len(beside(path)) == 3, "one for each call, and the first process could open nothing"
-    content = [(file, file.read_bytes()) for file in beside(path)]
+    assert len(beside(path.parent)) == 3, "one for each call, and the first process could open nothing"
+    content = [(file, file.read_bytes()) for file in beside(path.parent)]
     for _ in range(2):
         with MeasurementStore(path) as store:
             assert [trial.number for trial in store.records()] == [0, 1]
             (observation,) = store.observations("toy")
             assert observation.graph.content_hash == graph.content_hash
-        assert not beside(path)
+        assert not beside(path.parent)
         for file, data in content:  # as if it had died after it had written the rows, before it removed the files
             file.write_bytes(data)
 
@@ -354,7 +337,7 @@ def test_another_version_at_writing_spares_the_study(path: Path) -> None:
     with pytest.warns(LogWarning, match="format 99"):
         record(store)
     store.close()
-    assert len(beside(path)) == 1
+    assert len(beside(path.parent)) == 1
 
 
 def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
@@ -363,9 +346,9 @@ def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
         with pytest.warns(LogWarning):
             record(MeasurementStore(path, busy_timeout_s=0.05), 1)
         gc.collect()
-        assert len(beside(path)) == 1
+        assert len(beside(path.parent)) == 1
         run_python(path, "store = MeasurementStore(path, busy_timeout_s=0.05); record(store, 2)")
-        assert len(beside(path)) == 2
+        assert len(beside(path.parent)) == 2
     assert trials(path) == [1, 2]
 
 
@@ -387,14 +370,14 @@ def test_damaged_rows_beside_the_log_are_set_aside(path: Path, line: str) -> Non
     with locked(path), one_warning():
         store = MeasurementStore(path, busy_timeout_s=0.05)
         record(store, 7, device=DEVICE)
-    (waiting,) = beside(path)
+    (waiting,) = beside(path.parent)
     rows = waiting.read_text().splitlines()
     waiting.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
     with pytest.warns(LogWarning, match=r"1 rows .* are damaged .* set aside as .*\.damaged") as caught:
         store.close()
     assert len(caught) == 1
     assert trials(path) == [7]
-    assert not beside(path)
+    assert not beside(path.parent)
     assert waiting.with_suffix(".damaged").read_text() == line + "\n"
 
 
@@ -454,12 +437,12 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         assert len(caught) == 1
         record(store, 2)
         store.records()
-    if beside(path):
+    if beside(path.parent):
         with pytest.raises(LogCorruptError, match=r"Move it away"):
             MeasurementStore(path)
         path.unlink()
     assert trials(path)[-2:] == [1, 2]
-    assert not beside(path)
+    assert not beside(path.parent)
 
 
 def test_own_checkpoints_do_not_count_as_an_overwritten_log(path: Path) -> None:
@@ -470,7 +453,7 @@ def test_own_checkpoints_do_not_count_as_an_overwritten_log(path: Path) -> None:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             record(other, trial)
         assert len(store.records()) == 20
-    assert not beside(path)
+    assert not beside(path.parent)
 
 
 @pytest.mark.parametrize("location", [":memory:", "log.db"])

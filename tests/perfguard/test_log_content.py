@@ -50,14 +50,6 @@ def run(store: MeasurementStore, trial: int, graph: OpGraph | None, **changes: A
     return decision_id
 
 
-def test_observations_take_oom_and_no_other_failures(store: MeasurementStore, graphs: list[OpGraph]) -> None:
-    """Out of memory is a lower bound of the peak."""
-    for trial, status in enumerate(("ok", "oom", "timeout", "failed")):
-        run(store, trial, graphs[0], status=status)
-    found = [observation.measurement for observation in store.observations("toy")]
-    assert [(measurement.status, measurement.peak_memory_bytes) for measurement in found] == [("ok", 1100), ("oom", 1100)]
-
-
 @pytest.mark.parametrize(
     "verdict",
     [
