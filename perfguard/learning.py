@@ -230,13 +230,8 @@ def _beside_impossible(observations: Sequence[Observation], impossible: Mapping[
 def far_readings(observations: Sequence[Observation], target: Target, excluded: Iterable[int], *, study: str) -> dict[int, str]:
     """Return the readings that are far from their predictions while too few others agree: their indices, and why.
 
-    These rules come from no paper. They are the least agreement that a single mistake cannot produce.
-
-    Args:
-        observations: the runs of one device, from the oldest to the newest.
-        target: which of their readings.
-        excluded: indices that are refused anyway.
-        study: the study that asks, see :func:`assess`.
+    These rules come from no paper. They are the least agreement that a single mistake cannot produce. The indices in ``excluded``
+    are refused anyway, and agree with nothing.
     """
     refused = {*excluded}
     residuals = {
@@ -321,12 +316,8 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
     A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
     inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
     (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
-    whatever the data.
-
-    Args:
-        runs: believed runs, from the oldest to the newest. Each is judged by the width that follows from the runs before it, and
-            not by the one that it was launched with: many runs that were launched at once do not each widen for one miss.
-        target: which of their readings.
+    whatever the data. Each run is judged by the width that follows from the runs before it, and not by the one of its launch: many
+    runs that were launched at once do not each widen for one miss.
     """
     gamma = 0.4  # a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many
     narrowest, widest = math.log(0.25), math.log(30.0)
@@ -365,12 +356,7 @@ def _scatter(groups: Iterable[Sequence[float]]) -> float:
 
 
 class Learner:
-    """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it.
-
-    Args:
-        predictor: which to keep up to date.
-        log: from which it learns.
-    """
+    """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it."""
 
     def __init__(self, predictor: Predictor, log: MeasurementStore) -> None:
         self._predictor = predictor
@@ -524,13 +510,7 @@ def _is_better(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequen
 
 
 class FineTuneProcess:
-    """Runs `perfguard learn` in a process beside this one, now and then: of low priority, on one core, without the GPU.
-
-    Args:
-        url: of the log.
-        predictor: its name.
-        every: runs between two updates.
-    """
+    """Runs `perfguard learn` beside this process once in ``every`` runs: of low priority, on one core, without the GPU."""
 
     def __init__(self, url: str, predictor: str, *, every: int = 25) -> None:
         self._url = url

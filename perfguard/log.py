@@ -7,6 +7,7 @@ row that is written twice is there once.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
@@ -414,8 +415,19 @@ class MeasurementStore:
         columns = [column for column in WeightsRow.__table__.columns if column.name != "data"]
         query = sql.select(*columns).order_by(WeightsRow.created_at_ns, WeightsRow.weights_id)
         rows = self._read(query if predictor is None else query.where(WeightsRow.predictor == predictor))
-        in_use = {row.predictor: row.weights_id for row in rows if row.rolled_back_at_ns is None}  # the newest of each
-        return [tables.weights_of(row, is_in_use=in_use.get(row.predictor) == row.weights_id) for row in rows]
+        in_use = {row.predictor: row.weights_id for row in rows if row.rolled_back_at_ns is None}.values()  # the newest of each
+        return [
+            LoggedWeights(
+                weights_id=row.weights_id,
+                predictor=row.predictor,
+                created_at=tables.as_time(row.created_at_ns),
+                sha256=row.sha256,
+                metrics=json.loads(row.metrics),
+                state="rolled back" if row.rolled_back_at_ns else "promoted" if row.weights_id in in_use else "superseded",
+                state_changed_at=tables.as_time(row.rolled_back_at_ns or row.created_at_ns),
+            )
+            for row in rows
+        ]
 
     def flush(self) -> None:
         """Try once more to write what is waiting."""

@@ -92,12 +92,15 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     for outcome, look in OUTCOMES.items():
         if not (group := [record for record in points if outcome_of(record) == outcome]):
             continue
-        estimates, values = [record.predicted[quantity] for record in group], [measured[id(record)] for record in group]
+        estimates = [record.predicted[quantity] for record in group]
         # Without a measurement: side by side in the margin. Multiples of the golden ratio spread evenly.
         shares = [0.2 + 0.6 * ((record.number or index) * 1.618034 % 1) for index, record in enumerate(group)]
         in_margin = [left * math.pow(low / left, share) for share in shares]
         figure.add_scatter(
-            x=[place if value is None else value / size for value, place in zip(values, in_margin, strict=True)],
+            x=[
+                place if (value := measured[id(record)]) is None else value / size
+                for record, place in zip(group, in_margin, strict=True)
+            ],
             y=[estimate.median / size for estimate in estimates],
             error_y={
                 "array": [(estimate.interval()[1] - estimate.median) / size for estimate in estimates],

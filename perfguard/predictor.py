@@ -137,7 +137,9 @@ class Prediction:
     def __post_init__(self) -> None:
         # The parts add up to the number above them, whatever changed it: learning, a lower bound, or fitted rates.
         for name in ("time_parts_s", "time_by_kind_s"):
-            object.__setattr__(self, name, _scaled(getattr(self, name), self.step_time.median))
+            parts: Mapping[str, float] = getattr(self, name)
+            factor = self.step_time.median / (sum(parts.values()) or 1.0)
+            object.__setattr__(self, name, {part: seconds * factor for part, seconds in parts.items()})
         if self.memory_parts_bytes:
             replayed = {name: held for name, held in self.memory_parts_bytes.items() if name != "correction"}
             correction = self.peak_memory.median - sum(replayed.values())
@@ -182,12 +184,6 @@ class Prediction:
     def with_memory_of(self, other: Prediction) -> Prediction:
         """Return the prediction with the memory of ``other``, another phase of the same trial."""
         return replace(self, peak_memory=other.peak_memory, memory_parts_bytes=other.memory_parts_bytes)
-
-
-def _scaled(parts: Mapping[str, float], total: float) -> Mapping[str, float]:
-    """``parts`` times the factor that makes them add up to ``total``."""
-    factor = total / (sum(parts.values()) or 1.0)
-    return {name: value * factor for name, value in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)

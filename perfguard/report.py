@@ -29,8 +29,6 @@ from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.summary import Summary, summarize
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from perfguard.log import MeasurementStore
 
 READERS_GROUP = "perfguard.reports"
@@ -225,16 +223,13 @@ def tables_in(location: str) -> set[str]:
 
 
 def page_of(report: Report, *, max_rows: int = 5000) -> str:
-    """Return the report as one HTML page.
-
-    Args:
-        report: what to show.
-        max_rows: trials of the table and of the pictures; of a longer study the latest are shown, and the page says so.
+    """Return the report as one HTML page. Of more than ``max_rows`` trials the latest are shown, and the page says so.
 
     Raises:
         ConfigurationError: if Plotly is not installed.
     """
     graph_objects()
+    from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
     shown = report.records[-max_rows:]
@@ -243,14 +238,22 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     # The time by which most trials can be compared: of the whole trial, else of a step.
     times: tuple[Quantity, ...] = ("time", "step_time", "epoch_time", "latency")
     compared = [quantity for quantity in ("memory", next((time for time in times if time in known), "time")) if quantity in known]
+    look: Any = {
+        "full_html": False,
+        "include_plotlyjs": False,
+        "default_width": "100%",
+        "default_height": "100%",
+        "config": {"responsive": True, "displayModeBar": False},
+    }
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
+    plots = "".join(f'<div class="plot">{to_html(picture, **look)}</div>' for picture in pictures)
     note = f"<p>The latest {len(shown):,} trials are shown; {hidden:,} earlier ones are counted above.</p>" if hidden else ""
     dots = "".join(f'tr[data-outcome="{name}"] {{ --dot: var(--{name}); }}' for name in OUTCOMES)
     device = f"Guarded device: {report.device}. " if report.device else ""
     about = f"{device}{len(report.records):,} trials, read from the {report.source}."
     body = (
         f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(about)}</p></header>"
-        f"<main><h2>What was saved</h2>{_counts(report.summary)}{''.join(map(_picture, pictures))}"
+        f"<main><h2>What was saved</h2>{_counts(report.summary)}{plots}"
         f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
         f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
     )
@@ -282,14 +285,6 @@ def _counts(summary: Summary) -> str:
     tiles = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in figures.items())
     rows = "".join(f'<tr><th scope="row">{_text(label)}</th><td>{_text(value)}</td></tr>' for label, value in summary.rows())
     return f'<dl class="figures">{tiles}</dl><table id="summary"><tbody>{rows}</tbody></table>'
-
-
-def _picture(figure: go.Figure) -> str:
-    from plotly.io import to_html
-
-    config = {"responsive": True, "displayModeBar": False}
-    div = to_html(figure, full_html=False, include_plotlyjs=False, default_width="100%", default_height="100%", config=config)
-    return f'<div class="plot">{div}</div>'
 
 
 def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Quantity]) -> str:

@@ -70,13 +70,7 @@ class Tracker:
         self._has_warned = False
 
     def write(self, name: str, record: TrialRecord, more: Mapping[str, float | str] | None = None) -> None:
-        """Write one trial that has ended.
-
-        Args:
-            name: of the trial, for instance "trial 7".
-            record: what PerfGuard knows of it.
-            more: other values to write beside, by name.
-        """
+        """Write one trial that has ended, for instance "trial 7", and ``more`` values beside it."""
         with self._lock:
             self._waiting.append((name, fields_of(record) | dict(more or {})))
             begun_s = time.monotonic()

@@ -380,13 +380,7 @@ def _mend(error: Exception, params: Mapping[str, Any]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str:
-    """Return " (did you mean 'width'?)" for the nearest of the ``known`` names; empty: none is near.
-
-    Args:
-        name: the name that is not known.
-        known: the names that are.
-        cutoff: least likeness, in [0, 1], as in :func:`difflib.get_close_matches`.
-    """
+    """Return " (did you mean 'width'?)" for the nearest of the ``known`` names; empty: none is as near as ``cutoff``."""
     found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=cutoff) if near != name]
     return f" (did you mean {found[0]!r}?)" if found else ""
 
@@ -429,12 +423,6 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
 
 def shapes_in(value: Any) -> list[tuple[int, ...]]:
     """The shapes of all tensors and specifications in ``value``, in order."""
-    found: list[tuple[int, ...]] = []
-
-    def note(leaf: Any) -> None:
-        shape = shape_of(leaf)
-        if shape is not None:
-            found.append(shape)
-
-    mapped(value, note)
-    return found
+    found: list[tuple[int, ...] | None] = []
+    mapped(value, lambda leaf: found.append(shape_of(leaf)))
+    return [shape for shape in found if shape is not None]

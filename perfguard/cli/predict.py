@@ -51,7 +51,7 @@ def predict(arguments: argparse.Namespace) -> None:
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
-    work, predictor = subject_of(arguments).work_on(device), load_predictor()
+    work, predictor = subject_of(arguments)(device), load_predictor()
     graph = work.graph
     prediction, phases = work.predict(predictor, device)
     limits = [limit for limit in budget.limits(prediction, device) if getattr(arguments, f"max_{limit.quantity}") is not None]

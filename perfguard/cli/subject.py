@@ -9,15 +9,16 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from perfguard.cli.script import Script
+from perfguard.cli.script import capture_script
 from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
 from perfguard.workload import (
     Build,
@@ -150,10 +151,6 @@ def check_subject(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"There is no file {path!r}.")
 
 
-STEP = "a training step"
-"""The phase that a trial has always."""
-
-
 class Work(NamedTuple):
     """What a subject runs on one device."""
 
@@ -171,64 +168,57 @@ class Work(NamedTuple):
     def predict(self, predictor: Predictor, device: Device) -> tuple[Prediction, dict[str, Estimate]]:
         """Return the prediction, and the peak memory of each phase, largest first."""
         step = predictor.predict(self.graph, device, steps=self.steps)
-        found = {STEP: step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
+        found = {"a training step": step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
         order = sorted(found, key=lambda name: -found[name].peak_memory.median)
         return step.with_memory_of(found[order[0]]), {name: found[name].peak_memory for name in order}
 
 
-class Subject(NamedTuple):
-    """A script, an ONNX file, or the workload that the user's function builds."""
+def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:
+    """Return what the script, file or workload that a command's words name runs, as a function of the device.
 
-    network: Script | str | Workload
-    steps: int | None
-    """Steps of the whole trial, as stated. None: they are not."""
-    options: dict[str, Any]
-    """How an ONNX file is read. The others have none."""
-    params: WatchedParams
+    Call :func:`check_subject` before.
+    """
+    from perfguard.predictor import graph_of
 
-    def work_on(self, device: Device) -> Work:
-        """Return what the subject runs on ``device``."""
-        from perfguard.predictor import graph_of
-
-        if isinstance(self.network, Script):
-            seen = self.network.capture(device)
-            notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
-            steps = self.steps or seen.steps
-            notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
-            return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
-        graph = graph_of(self.network, device, **self.options)
-        _refuse_unread(self.params)
-        if isinstance(self.network, str):
-            return Work(graph, self.steps)
-        return Work(graph, self.steps, self._notes(self.network), self.network.steps_per_epoch)
-
-    @staticmethod
-    def _notes(workload: Workload) -> list[str]:
-        from torch import nn
-
-        notes = []
-        if workload.mode == "train" and workload.optimizer is None and workload.step is None:
-            notes.append(
-                "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
-            )
-        if any(isinstance(module, nn.DataParallel) for module in workload.model.modules()):
-            notes.append("DataParallel is judged as one module, with the whole batch on one GPU. Several GPUs are not modelled.")
-        return notes
-
-
-def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return the network, script or workload that a command's words name. Call :func:`check_subject` before."""
     if _is_script(arguments):
-        return Subject(Script(arguments.source, arguments.words), arguments.steps, {}, WatchedParams({}))
+        return functools.partial(_work_of_script, arguments)
     if is_onnx(arguments):
         options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}
-        return Subject(arguments.source, arguments.steps, options | {"dims": dict(arguments.dim)}, WatchedParams({}))
+        options["dims"] = dict(arguments.dim)
+        return lambda device: Work(graph_of(arguments.source, device, **options), arguments.steps)
     batch = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
     params = WatchedParams(dict(arguments.set) | batch)
     workload = _built(load_build(arguments.source), params)
     changes = {name: value for name in ("mode", "precision", "tf32", "steps") if (value := getattr(arguments, name)) is not None}
     workload = dataclasses.replace(workload, **changes)
-    return Subject(workload, workload.steps, {}, params)
+
+    def work_on(device: Device) -> Work:
+        graph = graph_of(workload, device)
+        _refuse_unread(params)  # now, because the loss may read some
+        return Work(graph, workload.steps, _notes(workload), workload.steps_per_epoch)
+
+    return work_on
+
+
+def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
+    seen = capture_script(arguments.source, arguments.words, device)
+    notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
+    steps = arguments.steps or seen.steps
+    notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
+    return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
+
+
+def _notes(workload: Workload) -> list[str]:
+    from torch import nn
+
+    notes = []
+    if workload.mode == "train" and workload.optimizer is None and workload.step is None:
+        notes.append(
+            "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
+        )
+    if any(isinstance(module, nn.DataParallel) for module in workload.model.modules()):
+        notes.append("DataParallel is judged as one module, with the whole batch on one GPU. Several GPUs are not modelled.")
+    return notes
 
 
 def load_build(source: str) -> Build:

@@ -124,7 +124,11 @@ def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
     """
     card, _, profile = name.replace("/", ":").partition(":")
     if profile:
-        return _instance(card, profile)
+        whole = _by_key().get(_key(card))
+        try:
+            return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
+        except UnknownDeviceError:
+            return None
     device = _by_key().get(_key(name))
     if device is None or memory_bytes is None:
         return device
@@ -152,14 +156,6 @@ def find(name: str) -> Device:
     raise UnknownDeviceError(
         f"gpu must be a name from the catalog, 'auto' or 'cpu', but got {name!r}.{suggestion} `perfguard gpus` lists all."
     )
-
-
-def _instance(card: str, profile: str) -> Device | None:
-    whole = _by_key().get(_key(card))
-    try:
-        return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
-    except UnknownDeviceError:
-        return None
 
 
 def is_alias(name: str) -> bool:

@@ -152,11 +152,7 @@ class RanOn:
 
 
 class CudaUse:
-    """Detects on which CUDA device tensors were made since the start. Never initialises CUDA.
-
-    Args:
-        cuda: stands in for the module ``torch.cuda``.
-    """
+    """Detects on which CUDA device tensors were made since the start. Never initialises ``cuda``, which is torch.cuda."""
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda

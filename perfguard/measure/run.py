@@ -284,8 +284,7 @@ class StepTimer:
     @property
     def durations_s(self) -> list[float]:
         """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done."""
-        while self._pending and (self._pending[0].stamp is None or self._has_passed()):
-            self._fold(self._pending.popleft())
+        self._fold_passed()
         return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]
 
     def catch_up(self) -> None:
@@ -310,14 +309,19 @@ class StepTimer:
     def _mark(self, label: _Label) -> float:
         mark = _Mark(label, time.perf_counter(), self._stamp())
         self._pending.append(mark)
-        # A device's marks are only known once it gets there; a long run must not keep all of them.
-        while self._pending and (self._pending[0].stamp is None or (len(self._pending) > 256 and self._has_passed())):
-            self._fold(self._pending.popleft())
+        if mark.stamp is None or len(self._pending) > 256:  # a long run must not keep all marks of a device
+            self._fold_passed()
         return mark.at_s
 
-    def _has_passed(self) -> bool:
+    def _fold_passed(self) -> None:
+        """Fold the marks that the device has reached."""
+        while self._pending and ((stamp := self._pending[0].stamp) is None or self._has_passed(stamp)):
+            self._fold(self._pending.popleft())
+
+    @staticmethod
+    def _has_passed(stamp: Any) -> bool:
         try:
-            return bool(self._pending[0].stamp.query())
+            return bool(stamp.query())
         except RuntimeError:
             return True  # a lost device; _seconds will see it too
 

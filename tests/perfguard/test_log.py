@@ -96,23 +96,20 @@ def test_measurement_of_another_device_measures_nothing(path: Path) -> None:
     assert mute.not_measured == "they did not report what they cost"
 
 
-def test_cost_is_measured_by_price_of_prediction(path: Path) -> None:
-    limits = [Limit("memory", 2000.0, PREDICTION.peak_memory), Limit("cost", 1.0, PREDICTION.cost(72.0) or Estimate(1, 1))]
-    with MeasurementStore(path) as store:
-        verdict = Verdict.of(PREDICTION, limits, accepted=0.5)
-        store.record_measurement(record(store, 0, verdict, device=DEVICE), replace(MEASUREMENT, total_time_s=100.0))
-        (trial,) = store.records()
-    assert trial.measured["cost"] == pytest.approx(2.0)
-    assert trial.breaks("cost")
-
-
-@pytest.mark.parametrize(("quantity", "steps_of_it"), [("latency", 1), ("epoch_time", 10)])
-def test_time_of_batch_or_epoch_is_measured_by_steps(path: Path, quantity: Quantity, steps_of_it: int) -> None:
-    estimate = PREDICTION.step_time.scaled(steps_of_it)
+@pytest.mark.parametrize(
+    ("quantity", "estimate"),
+    [
+        ("latency", PREDICTION.step_time),
+        ("epoch_time", PREDICTION.step_time.scaled(10)),
+        ("cost", PREDICTION.cost(72.0)),
+    ],
+)
+def test_multiple_of_a_time_is_measured_by_it(path: Path, quantity: Quantity, estimate: Estimate) -> None:
     verdict = Verdict.of(PREDICTION, [Limit(quantity, 3 * estimate.median, estimate)], accepted=0.5)
     with MeasurementStore(path) as store:
         for trial, factor in enumerate((2, 4)):
-            slower = replace(MEASUREMENT, step_time_s=factor * PREDICTION.step_time.median)
+            step_s, total_s = factor * PREDICTION.step_time.median, factor * 25.0
+            slower = replace(MEASUREMENT, step_time_s=step_s, total_time_s=total_s)
             store.record_measurement(record(store, trial, verdict, device=DEVICE), slower)
         inside, over = store.records()
     assert inside.measured[quantity] == pytest.approx(2 * estimate.median)
