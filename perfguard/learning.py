@@ -316,7 +316,7 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
     A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
     inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
     (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
-    whatever the data. Each run is judged by the width that follows from the runs before it, and not by the one of its launch: many
+    whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch: many
     runs that were launched at once do not each widen for one miss.
     """
     gamma = 0.4  # a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many

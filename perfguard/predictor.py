@@ -362,16 +362,18 @@ def graph_of(
             raise ConfigurationError("An ONNX file has only the forward pass. Give mode='infer', or the network in PyTorch.")
         from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
 
-        stated: Any = {"precision": precision, "tf32": tf32}
-        return graph_from_onnx(Path(model), batch_size=batch_size, dims=dims, target=device, **stated)
+        return graph_from_onnx(
+            model, batch_size=batch_size, dims=dims, tf32=tf32, target=device,
+            precision=precision,  # type: ignore[arg-type]
+        )  # fmt: skip
     if batch_size is not None or dims:
         raise ConfigurationError("batch_size and dims are for ONNX files. The inputs of a module or a workload have the batch.")
     if not isinstance(model, Workload):
         if inputs is None:
             raise ConfigurationError("A module needs its inputs, for instance predict(model, inputs=(32, 3, 224, 224)).")
         model = Workload(model, inputs, mode="infer")
-    changes: Any = {"mode": mode, "precision": precision, "tf32": tf32}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    stated: dict[str, Any] = {"mode": mode, "precision": precision, "tf32": tf32}
+    changes = {name: value for name, value in stated.items() if value is not None}
     return trace(replace(model, **changes), target=device)
 
 
