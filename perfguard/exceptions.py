@@ -199,16 +199,13 @@ def warn_user(message: str, category: type[Warning]) -> None:
 class _StandardError(logging.StreamHandler[TextIO]):
     """Writes to what is standard error now: notebooks and tests replace it."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
     @property
     def stream(self) -> TextIO:
         return sys.stderr
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        raise AttributeError("the stream is always standard error")
+        pass  # StreamHandler sets what was standard error when it was made
 
 
 _logged_topics: set[str] = set()

@@ -53,4 +53,4 @@ class Pace:
 def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, steps: int) -> Estimate | None:
     """Return the time of a trial of ``steps`` steps that has made some since its launch. None: it has made fewer than 25."""
     pace = Pace.of(step_durations_s)
-    return pace and pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))
+    return None if pace is None else pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))

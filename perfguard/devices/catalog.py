@@ -158,9 +158,9 @@ def find(name: str) -> Device:
     )
 
 
-def is_alias(name: str) -> bool:
-    """Return whether ``name`` is a short name, which may fit several cards."""
-    return _alias(name) is not None
+def alias_of(name: str) -> str | None:
+    """Return the short name, which may fit several cards, as the catalog spells it. None: ``name`` is no short name."""
+    return next((alias for alias in aliases() if same_name(alias, name)), None)
 
 
 def is_short_for(name: str, device: Device) -> bool:
@@ -168,7 +168,7 @@ def is_short_for(name: str, device: Device) -> bool:
 
     The alias "a100" fits every A100. A name that the driver gives to cards of several sizes fits each size.
     """
-    alias = _alias(name)
+    alias = alias_of(name)
     if alias is not None and set(alias.split("-")) <= set(re.split("[-:]", device.id)):
         return True
     named, nvml_names = look_up(name), _nvml_names()
@@ -180,11 +180,6 @@ def is_short_for(name: str, device: Device) -> bool:
 def same_name(one: str, other: str) -> bool:
     """Return whether two names are the same but for case, spaces, hyphens and a leading brand."""
     return _key(one) == _key(other)
-
-
-def _alias(name: str) -> str | None:
-    """The alias that ``name`` is, as the catalog spells it."""
-    return next((alias for alias in aliases() if _key(alias) == _key(name)), None)
 
 
 def _key(name: str) -> str:

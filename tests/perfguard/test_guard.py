@@ -301,13 +301,6 @@ def test_guard_without_log_writes_nothing_but_learns() -> None:
     guard.log.close()
 
 
-def test_the_users_own_log_is_the_default() -> None:
-    guard = Guard(DEVICE, predictor=Oracle())
-    guard.decide(lambda: WORKLOAD)
-    guard.log.close()
-    assert Path(os.environ["PERFGUARD_LOG"]).exists()
-
-
 def test_guard_learn_feeds_log_to_predictor(own_log: MeasurementStore) -> None:
     oracle = Oracle()
     guard = Guard(DEVICE, predictor=oracle, log=own_log)

@@ -114,14 +114,6 @@ def test_a_resnet_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory["context"] == catalog()["a100-pcie-40gb"].context_bytes
 
 
-def test_a_resnet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "64"]) == 0
-    text = capsys.readouterr().out
-    for expected in ("A100", "peak memory", "P(out of memory)", "step time", "GFLOP", "allocator's cache", "activations", "conv"):
-        assert expected in text
-    assert "trial time" not in text
-
-
 def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture[str], script: str) -> None:
     settings = ["width=32", "dropout=0.1", "optimizer=adam", "kernels=[3, 5]", "text=a=b"]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
