@@ -63,10 +63,6 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     A launched trial stands where its prediction (up) and its measurement (right) meet: on the diagonal where both agree. Trials
     without a measurement stand in the margin on the left, at their prediction. Both axes are logarithmic.
 
-    Args:
-        records: the trials of a study.
-        quantity: "memory", "time" (of the trial), "epoch_time", "step_time", "latency", "energy" or "cost".
-
     Raises:
         ConfigurationError: for a quantity that there is not, or without Plotly.
     """
@@ -170,9 +166,6 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
     The time of launched trials is measured, or taken from the tuner's clock. The time of pruned trials is predicted: what each
     would have taken to its end; a trial that fails in its first step would have taken none. There is one layer for each limit
     that pruned. Where no trial time is predicted, trials are counted instead.
-
-    Args:
-        records: the trials of a study, in order.
 
     Raises:
         ConfigurationError: without Plotly.

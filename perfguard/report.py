@@ -78,13 +78,8 @@ def write_report(
         >>> write_report("log.db", "report.html")                                                   # doctest: +SKIP
 
     Args:
-        source: as for :func:`read_report`.
-        path: the file to write. Its folder is made if it is not there.
-        study: as for :func:`read_report`.
-        log: as for :func:`read_report`.
-
-    Returns:
-        The path.
+        source, study, log: as for :func:`read_report`.
+        path: the file to write, which is returned. Its folder is made if it is not there.
 
     Raises:
         ConfigurationError: for a source that cannot be read, a file that cannot be written, or without Plotly.

@@ -247,10 +247,7 @@ class StepTimer:
     processor's back, both are taken on the device: what it computes while the processor waits for data is no wait.
 
     The rule for the warm-up: the first step has no beginning and does not count; nor do the first tenth of the other steps, at
-    most ten. The median of what is left.
-
-    Args:
-        stamp: a point in time on the device, or None; see ``Probe.stamp``.
+    most ten. The median of what is left. ``stamp`` is that of the Probe.
     """
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
