@@ -247,7 +247,7 @@ def far_readings(observations: Sequence[Observation], target: Target, excluded: 
         for position, i in enumerate(own):
             run = observations[i]
             if abs(residuals[i]) <= max(math.log(5.0), 8.0 * run.predicted[target].log_sigma):
-                continue
+                continue  # within a factor of five, or within eight standard deviations
             held_back.add(i)
             if target == "time" and run.measurement.num_steps < 0.1 * median_steps:
                 continue  # cut short, by a NaN or a suspended machine: its steps are mostly warm-up, and agree with no other

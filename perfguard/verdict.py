@@ -105,9 +105,11 @@ class Verdict:
         if self.worst is None:
             return self.remark
         worst = self.worst
-        words = f"{worst.sentence}, exceeded with a chance of {chance_in_words(worst.p_violation)} ({self.accepted:.1%} accepted)"
         if self.bound:
             words = f"needs {self.bound}, the budget is {worst.format(worst.limit)}"
+        else:
+            chance = chance_in_words(worst.p_violation)
+            words = f"{worst.sentence}, exceeded with a chance of {chance} ({self.accepted:.1%} accepted)"
         if self.as_proposed is not None:
             words = f"{self.as_proposed.sentence}; with {self.repair} it {words}"
         if self.is_overruled:
