@@ -315,18 +315,6 @@ def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> N
             file.write_bytes(data)
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.touch()])
-def test_a_new_log_opens_under_a_lock(path: Path, make: Any) -> None:
-    make(path)
-    with locked(path), one_warning():
-        store = MeasurementStore(path, busy_timeout_s=0.05)
-        record(store, 7)
-        assert store.records() == []
-        assert store.observations("toy") == []
-    store.close()
-    assert trials(path) == [7]
-
-
 def test_another_version_at_writing_spares_the_study(path: Path) -> None:
     MeasurementStore(path).close()
     store = pickle.loads(pickle.dumps(MeasurementStore(path)))

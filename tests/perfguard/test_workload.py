@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -124,20 +123,12 @@ def test_build_must_return_a_workload() -> None:
         build_workload(lambda params: nn.Linear(2, 2), {})  # type: ignore[arg-type, return-value]
 
 
-def test_missing_optimizer_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optimizer_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain SGD needs 2.4 GiB where AdamW needs 5.4, and nothing said which of them was meant."""
-    said: list[str] = []
-
-    class Mine(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    monkeypatch.delenv("PERFGUARD_QUIET", raising=False)
-    monkeypatch.setattr("perfguard.exceptions._logged_topics", set())
-    monkeypatch.setattr(logging.getLogger("perfguard"), "handlers", [Mine()])
-    monkeypatch.setattr(logging.getLogger("perfguard"), "level", logging.INFO)
-    monkeypatch.setattr(logging.getLogger("perfguard"), "_cache", {})  # of levels that were asked for before
-    for params in ({"optimizer": torch.optim.SGD}, {}, {}):
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr("perfguard.workload.log_once", lambda topic, message: said.append((topic, message)))
+    for params in ({"optimizer": torch.optim.SGD}, {}):
         build_workload(lambda given: Workload(nn.Linear(2, 2), (1, 2), loss=torch.mean, **given), params)
-    (line,) = said
-    assert "judged with SGD without momentum" in line
+    ((topic, message),) = said
+    assert topic == "no optimizer"
+    assert "judged with SGD without momentum" in message

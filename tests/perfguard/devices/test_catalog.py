@@ -63,29 +63,19 @@ def test_a_card_obeys_the_laws(id_: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("id_", "memory_gib", "gb_per_s", "fp32", "tf32", "fp16", "sms", "mhz", "l2_mib", "watts"),
+    ("id_", "figures"),
     [
-        ("t4", 14.75, 320, 8.1, None, 65, 40, 1590, 4, 70),
-        ("v100-sxm-32gb", 31.74, 900, 15.7, None, 125, 80, 1530, 6, 300),
-        ("a100-pcie-40gb", 39.39, 1555, 19.5, 156, 312, 108, 1410, 40, 250),
-        ("h100-sxm-80gb", 79.11, 3352, 66.9, 494.7, 989.4, 132, 1980, 50, 700),
-        ("rtx3090", 23.69, 936, 35.6, 35.6, 71, 82, 1695, 6, 350),
-        ("rtx4090", 23.64, 1008, 82.6, 82.6, 165.2, 128, 2520, 72, 450),
+        ("t4", (14.75, 320, 8.1, None, 65, 40, 1590, 4, 70)),
+        ("v100-sxm-32gb", (31.74, 900, 15.7, None, 125, 80, 1530, 6, 300)),
+        ("a100-pcie-40gb", (39.39, 1555, 19.5, 156, 312, 108, 1410, 40, 250)),
+        ("h100-sxm-80gb", (79.11, 3352, 66.9, 494.7, 989.4, 132, 1980, 50, 700)),
+        ("rtx3090", (23.69, 936, 35.6, 35.6, 71, 82, 1695, 6, 350)),
+        ("rtx4090", (23.64, 1008, 82.6, 82.6, 165.2, 128, 2520, 72, 450)),
     ],
 )
-def test_figures_agree_with_the_data_sheet(
-    id_: str,
-    memory_gib: float,
-    gb_per_s: float,
-    fp32: float,
-    tf32: float | None,
-    fp16: float,
-    sms: int,
-    mhz: int,
-    l2_mib: int,
-    watts: int,
-) -> None:
+def test_figures_agree_with_the_data_sheet(id_: str, figures: tuple[Any, ...]) -> None:
     device = catalog()[id_]
+    memory_gib, gb_per_s, fp32, tf32, fp16, sms, mhz, l2_mib, watts = figures
     assert device.memory_bytes / 2**30 == pytest.approx(memory_gib, abs=0.01)
     assert device.bandwidth_bytes_per_s == gb_per_s * 1e9
     assert device.peak_flops["fp32"] == pytest.approx(fp32 * 1e12)
