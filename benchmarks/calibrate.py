@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from perfguard.predictor import TARGETS, Target
 from perfguard.workload import Mode
 
 _LEARNT = (0, 3, 5, 10, 20)
-_ORDERS = 10
 
 
 _VIT = {"image_size": 64, "patch_size": 8, "num_layers": 4, "num_heads": 4, "hidden_dim": 128, "mlp_dim": 512}
@@ -76,28 +74,24 @@ def main() -> None:
             graph = trace(make(), target=device)
         others.append(Observation(graph, device, measured_step(make, device)))
 
-    def score(target: Target, orders: Sequence[Sequence[Observation]]) -> str:
-        """Mean and median error, and the share inside the 90% interval, over all ``orders`` of runs."""
+    def score(target: Target) -> str:
+        """Mean and median error of the others, and the share inside the 90% interval."""
         errors, inside = list[float](), list[bool]()
-        for learnt in orders:
-            found = assess(learnt, study=CALIBRATION)
-            net.fine_tune(found.observations)
-            for run in others:
-                prediction = net.predict(run.graph, device).widened(found.widening)
-                estimate = prediction.peak_memory if target == "memory" else prediction.step_time
-                if (value := run.measured(target)) is not None and run.measurement.status == "ok":
-                    low, high = estimate.interval()
-                    errors.append(abs(estimate.median / value - 1))
-                    inside.append(low <= value <= high)
+        for run in others:
+            prediction = net.predict(run.graph, device).widened(found.widening)
+            estimate = prediction.peak_memory if target == "memory" else prediction.step_time
+            if (value := run.measured(target)) is not None and run.measurement.status == "ok":
+                low, high = estimate.interval()
+                errors.append(abs(estimate.median / value - 1))
+                inside.append(low <= value <= high)
         return f"{statistics.fmean(errors):.0%} / {statistics.median(errors):.0%}; {statistics.fmean(inside):.0%}"
 
     rows = []
     for number in (*(number for number in _LEARNT if number < len(runs)), len(runs)):
-        at_random = [random.Random(seed).sample(runs, number) for seed in range(_ORDERS)]
-        cells = (score(target, orders) for target in reversed(TARGETS) for orders in ([runs[:number]], at_random))
-        rows.append([str(number), *cells])
-    columns = ["steps learnt", "time", "time, random steps", "memory", "memory, random steps"]
-    show("calibration", columns, rows, record=arguments.record)
+        found = assess(runs[:number], study=CALIBRATION)
+        net.fine_tune(found.observations)
+        rows.append([str(number), *(score(target) for target in reversed(TARGETS))])
+    show("calibration", ["steps learnt", "time", "memory"], rows, record=arguments.record)
 
 
 if __name__ == "__main__":

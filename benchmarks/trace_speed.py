@@ -31,7 +31,7 @@ from torch import nn
 
 from perfguard import TensorSpec, Workload, resolve_device, trace
 from perfguard.graph import replay_allocator
-from perfguard.measure import PeakResidentSet
+from perfguard.measure import CpuProbe
 from perfguard_research.networks import timm_model
 from perfguard_research.tables import read_rows
 
@@ -100,12 +100,15 @@ def run_one(tool: str, name: str) -> None:
     model = timm_model(name)
     ESTIMATORS[tool](timm_model("resnet10t"), 2)  # imports are not counted
     for batch in BATCHES:
-        memory = PeakResidentSet()
+        memory = CpuProbe()
         memory.start()
         start = time.perf_counter()
         estimate = ESTIMATORS[tool](model, batch)
         seconds = time.perf_counter() - start
-        print(json.dumps({"batch": batch, "seconds": seconds, "own": memory.peak_bytes(), "estimate": estimate}), flush=True)
+        print(
+            json.dumps({"batch": batch, "seconds": seconds, "own": memory.finish().peak_memory_bytes, "estimate": estimate}),
+            flush=True,
+        )
 
 
 def measured(table: Path | None) -> dict[tuple[str, int], float]:

@@ -1,19 +1,17 @@
 """Calibration: steps of PerfGuard's own, run on this machine's device, from which every guard of the device learns.
 
-They are trials of a study like any other, in the same log. The next one is the step from which most can be learnt about the
-times of all of them, by the predictor's own variance.
+They are trials of a study like any other, in the same log.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,43 +20,25 @@ from torch import nn
 
 from perfguard.exceptions import MeasuringError
 from perfguard.guard import Guard
-from perfguard.learning import CALIBRATION, assess
+from perfguard.learning import CALIBRATION
 from perfguard.measure import Measurement, Run
 from perfguard.measure.step import run_steps, step_of
-from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, Predictor
+from perfguard.verdict import EVEN_CHANCE
 from perfguard.workload import Workload, build_workload
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph
     from perfguard.log import MeasurementStore
-
-
-@dataclass(slots=True, eq=False)
-class CalibrationStep:
-    """A step that may run, and its cost if it did."""
-
-    params: Mapping[str, Any]
-    """Network, width, batch, mode and precision."""
-    workload: Workload
-    """On the meta device."""
-    graph: OpGraph
-    before: Prediction
-    """From before the calibration."""
-    problem: str = ""
-    """Why it was left out. Empty: it ran, or there was no time for it."""
-    measurement: Measurement | None = None
-    """None: it did not run."""
-    after: Prediction | None = None
-    """From the runs of all other steps. None: it did not run to its end."""
+    from perfguard.record import TrialRecord
 
 
 def calibrate(
     device: Device, log: MeasurementStore, *, seconds: float = 60.0, predictor: str | Predictor = DEFAULT_PREDICTOR
-) -> list[CalibrationStep]:
-    """Run steps for ``seconds``, log what each costs, and return all that might have run. Ctrl-C ends it early.
+) -> list[TrialRecord]:
+    """Run steps for ``seconds``, and return the records of their trials. Ctrl-C ends it early.
 
-    A step is left out if it may take a quarter of a second, or half of the free memory.
+    A step is left out if it probably takes more than a quarter of a second, or half of the free memory.
 
     Raises:
         MeasuringError: if no step could be measured.
@@ -66,50 +46,24 @@ def calibrate(
     free_bytes = psutil.virtual_memory().available if device.kind == "cpu" else torch.cuda.mem_get_info()[0]
     budget_bytes = free_bytes // 2 + device.context_bytes
     guard = Guard(device, memory_budget=budget_bytes, step_time_budget=0.25, predictor=predictor, log=log, refine=False)
-    workloads = ((params, build_workload(build, params)) for params in candidates(device))
-    graphs = ((params, workload, guard.trace(workload)) for params, workload in workloads)
-    steps = [CalibrationStep(params, workload, graph, guard.predict(graph)) for params, workload, graph in graphs]
-    believed: Sequence[Observation] = assess(log.observations(device), study=CALIBRATION).observations
-    supposes = copy.deepcopy(guard.predictor)  # the guard's own learns what was measured, and nothing else
-
-    def variance_after(step: CalibrationStep) -> float:
-        """Variance of the times of all steps, if ``step`` ran and took what is predicted."""
-        predicted = guard.predict(step.graph)
-        memory_bytes, time_s = int(predicted.peak_memory.median), predicted.step_time.median
-        measurement = Measurement("ok", device.id, device.name, memory_bytes, time_s, time_s, 1, "", "")
-        regime = max((run.regime for run in believed), default=0)  # what the next run has, if nothing changes
-        supposes.fine_tune([*believed, Observation(step.graph, device, measurement, regime=regime)])
-        return sum(supposes.predict(other.graph, device).step_time.log_sigma ** 2 for other in steps)
-
-    def fits(step: CalibrationStep) -> bool:
-        verdict = guard.preview(step.workload, study=CALIBRATION)
-        step.problem = verdict.reason if verdict.action == "prune" else ""
-        return not step.problem
-
-    waiting, launched, generator = list(steps), dict[str, CalibrationStep](), random.Random(0)
+    steps = list(candidates(device))
+    random.Random(0).shuffle(steps)  # the first few are of all networks and sizes
+    decided = 0
     ends_at = time.monotonic() + seconds
     with suppress(KeyboardInterrupt):  # the log has what was measured
-        while (fitting := list(filter(fits, waiting))) and time.monotonic() < ends_at:
-            # The best of four drawn is nearly as good as the best of all, in a tenth of the time (Mirzasoleiman et al. 2015).
-            step = min(generator.sample(fitting, min(4, len(fitting))), key=variance_after)
-            waiting.remove(step)
-            propose = functools.partial(build_workload, build, step.params)
-            decision = guard.decide(propose, study=CALIBRATION, trial=len(launched), params=step.params)
-            launched[decision.id] = step
-            step.measurement = measured_step(functools.partial(build, step.params), device)
-            guard.learn(decision, step.measurement)
-            believed = assess(log.observations(device), study=CALIBRATION).observations
-    for run in believed:
-        if run.decision_id in launched and run.measurement.status == "ok":
-            step = launched[run.decision_id]
-            others = [other for other in believed if other.graph.content_hash != run.graph.content_hash]
-            supposes.fine_tune(others)
-            step.after = supposes.predict(run.graph, device) if others else step.before
-    if not any(step.after for step in steps):
-        problems = (step.problem or (step.measurement.note if step.measurement else "") for step in steps)
-        problem = next(filter(None, problems), "there was no time for one")
+        for number, params in enumerate(steps):
+            if time.monotonic() > ends_at:
+                break
+            describe = functools.partial(build_workload, build, params)
+            decision = guard.decide(describe, study=CALIBRATION, trial=number, params=params, threshold=EVEN_CHANCE)
+            decided += 1
+            if decision.verdict.action == "launch":
+                guard.learn(decision, measured_step(functools.partial(build, params), device))
+    records = log.records(CALIBRATION, newest=decided)
+    if not any(record.status == "ok" for record in records):
+        problem = next((record.note or record.reason for record in records), "there was no time for one")
         raise MeasuringError(f"No step was measured on {device.name}: {problem}.")
-    return steps
+    return records
 
 
 def measured_step(make: Callable[[], Workload], device: Device) -> Measurement:

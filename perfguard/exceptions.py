@@ -170,11 +170,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that is neither ours nor of a library through which the user came to us.
 
     A thread of a tuner has no such line. Then it is the line of the main thread, which waits in a call of the user's. Without
-    either it is our own.
-
-    Args:
-        message: what happened, what it means for the user, and what to do.
-        category: the class of the warning.
+    either it is our own. A message says what happened, what it means for the user, and what to do.
     """
     # warnings.warn(skip_file_prefixes=...) would do this from Python 3.12 on.
     between = {
@@ -203,16 +199,13 @@ def warn_user(message: str, category: type[Warning]) -> None:
 class _StandardError(logging.StreamHandler[TextIO]):
     """Writes to what is standard error now: notebooks and tests replace it."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
     @property
     def stream(self) -> TextIO:
         return sys.stderr
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        raise AttributeError("the stream is always standard error")
+        pass  # StreamHandler sets what was standard error when it was made
 
 
 _logged_topics: set[str] = set()

@@ -97,7 +97,8 @@ def assess(observations: Sequence[Observation], *, study: str = "", predictor: s
     misfits: list[Doubt] = []
     for target in TARGETS:
         impossible = {i: reason for i, run in enumerate(observations) if (reason := why_impossible(run, target)) is not None}
-        beside = _beside_impossible(observations, impossible, target)
+        # On a CPU an honest run that reuses memory reads too little, too, so its neighbours are believed.
+        beside = _beside_impossible(observations, impossible) if target == "time" else {}
         refused[target] = impossible | beside | far_readings(observations, target, {*impossible, *beside}, study=study)
         judged = [
             i
@@ -166,19 +167,8 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
 # --- Readings that physics excludes ---------------------------------------------------------------------------------------------
 
 
-def why_impossible(
-    run: Observation, target: Target, *, most_of_capacity: float = 1.05, most_of_trial: float = 1.5, slack_s: float = 1.0
-) -> str | None:
-    """Return why a reading is impossible, whatever was predicted. None: it is possible, or there is no reading.
-
-    Args:
-        run: one run, with the graph of its step and the device that the log has for it.
-        target: which of its readings.
-        most_of_capacity: no peak of memory is above this share of the device's memory. 1.05: drivers round.
-        most_of_trial: the steps of a trial take no more than this share of the trial, plus ``slack_s``. Two steps of a trial of
-            milliseconds may have a median that is longer than half of it.
-        slack_s: seconds.
-    """
+def why_impossible(run: Observation, target: Target) -> str | None:
+    """Return why a reading is impossible, whatever was predicted. None: it is possible, or there is no reading."""
     measurement, capacity_bytes = run.measurement, run.device.memory_bytes
     if target == "time" and measurement.status != "ok":
         return None
@@ -190,7 +180,7 @@ def why_impossible(
     if value is None:
         return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"
     if target == "memory":
-        if value > most_of_capacity * capacity_bytes:
+        if value > 1.05 * capacity_bytes:  # drivers round
             return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}"
         if run.graph.mode == "train" and measurement.status == "ok" and measurement.num_steps == 0:
             return "the trial ended without an optimizer step, so it does not show what steps need"
@@ -200,7 +190,8 @@ def why_impossible(
     total_s = measurement.total_time_s
     if not (math.isfinite(total_s) and total_s > 0):
         return f"the time of the trial is {total_s} s"
-    if value * measurement.num_steps > most_of_trial * total_s + slack_s:
+    # Two steps of a trial of milliseconds may have a median that is longer than half of it.
+    if value * measurement.num_steps > 1.5 * total_s + 1.0:
         return f"{measurement.num_steps} steps of {format_seconds(value)} take longer than the trial of {format_seconds(total_s)}"
     return _too_little(run, target)
 
@@ -217,21 +208,18 @@ def _too_little(run: Observation, target: Target) -> str | None:
     return f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at least on {run.device.name}"
 
 
-def _beside_impossible(
-    observations: Sequence[Observation], impossible: Mapping[int, str], target: Target, *, enough: int = 4
-) -> dict[int, str]:
-    """Readings with ``enough`` impossible ones of their study next to them, half of these before: another program ran.
+def _beside_impossible(observations: Sequence[Observation], impossible: Mapping[int, str]) -> dict[int, str]:
+    """Step times with four impossible ones of their study next to them, two of these before: another program ran.
 
     A mocked objective gives readings that are possible for its smallest configurations only. What ran before it is believed.
-    Memory is left out: on a CPU an honest run that reuses memory reads too little, too.
     """
     found: dict[int, str] = {}
-    for indices in _by_study(observations).values() if target == "time" else ():
-        read = [i for i in indices if i in impossible or observations[i].measured(target) is not None]
+    for indices in _by_study(observations).values():
+        read = [i for i in indices if i in impossible or observations[i].measured("time") is not None]
         for position, index in enumerate(read):
-            before, after = read[max(0, position - enough) : position], read[position + 1 : position + 1 + enough]
+            before, after = read[max(0, position - 4) : position], read[position + 1 : position + 5]
             num_before, num_after = (sum(other in impossible for other in beside) for beside in (before, after))
-            if index not in impossible and num_before >= enough // 2 and num_before + num_after >= enough:
+            if index not in impossible and num_before >= 2 and num_before + num_after >= 4:
                 found[index] = "most readings next to it are impossible"
     return found
 
@@ -239,36 +227,11 @@ def _beside_impossible(
 # --- Readings that are far from their predictions -------------------------------------------------------------------------------
 
 
-def far_readings(
-    observations: Sequence[Observation],
-    target: Target,
-    excluded: Iterable[int],
-    *,
-    study: str = "",
-    factor: float = 5.0,
-    sigmas: float = 8.0,
-    agreement: float = 1.5,
-    window: int = 8,
-    enough: int = 4,
-    few_steps: float = 0.1,
-) -> dict[int, str]:
+def far_readings(observations: Sequence[Observation], target: Target, excluded: Iterable[int], *, study: str) -> dict[int, str]:
     """Return the readings that are far from their predictions while too few others agree: their indices, and why.
 
-    These rules come from no paper. They are the least agreement that a single mistake cannot produce.
-
-    Args:
-        observations: the runs of one device, from the oldest to the newest.
-        target: which of their readings.
-        excluded: indices that are refused anyway.
-        study: the study that asks, see :func:`assess`.
-        factor: a reading nearer to its prediction is never far,
-        sigmas: nor is one within so many standard deviations.
-        agreement: two readings of the same step agree if they differ by less than this factor.
-        window: a far reading is believed, too, if ``enough`` of so many readings in a row, or of one type of step, are far: then
-            the prediction is wrong.
-        enough: of ``window``.
-        few_steps: a trial with less than this share of its study's median number of steps was cut short, by a NaN or a suspended
-            machine. Its time agrees with no other, because its steps are mostly warm-up.
+    These rules come from no paper. They are the least agreement that a single mistake cannot produce. The indices in ``excluded``
+    are refused anyway, and agree with nothing.
     """
     refused = {*excluded}
     residuals = {
@@ -283,19 +246,19 @@ def far_readings(
         median_steps = statistics.median(observations[i].measurement.num_steps for i in indices)
         for position, i in enumerate(own):
             run = observations[i]
-            if abs(residuals[i]) <= max(math.log(factor), sigmas * run.predicted[target].log_sigma):
-                continue
+            if abs(residuals[i]) <= max(math.log(5.0), 8.0 * run.predicted[target].log_sigma):
+                continue  # within a factor of five, or within eight standard deviations
             held_back.add(i)
-            if target == "time" and run.measurement.num_steps < few_steps * median_steps:
-                continue
+            if target == "time" and run.measurement.num_steps < 0.1 * median_steps:
+                continue  # cut short, by a NaN or a suspended machine: its steps are mostly warm-up, and agree with no other
             far.add(i)
             so_far = own[: position + 1]
             same_step = [j for j in so_far[:-1] if j in far and observations[j].graph.content_hash == run.graph.content_hash]
-            agreeing = [j for j in same_step if abs(residuals[j] - residuals[i]) < math.log(agreement)]
+            agreeing = [j for j in same_step if abs(residuals[j] - residuals[i]) < math.log(1.5)]
             released = [*agreeing, i] if agreeing else []
             alike = [j for j in so_far if _step_type(observations[j]) == _step_type(run)]
-            for recent in (so_far[-window:], alike[-window:]):
-                if sum(j in far for j in recent) >= enough:
+            for recent in (so_far[-8:], alike[-8:]):
+                if sum(j in far for j in recent) >= 4:  # then the prediction is wrong
                     released += [j for j in recent if j in far]
             held_back -= {*released}
     reasons = {i: _far_off(observations[i], target) for i in held_back}
@@ -347,24 +310,17 @@ def _by_study(observations: Sequence[Observation]) -> Mapping[str, list[int]]:
 # --- Intervals ------------------------------------------------------------------------------------------------------------------
 
 
-def interval_widening(
-    runs: Sequence[Observation], target: Target, *, step_size: float = 0.4, least: float = 0.25, most: float = 30.0
-) -> tuple[float, int | None]:
+def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[float, int | None]:
     """Return the factor on the next interval's sigma, and the last run at which no width was enough (None: there was none).
 
     A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
     inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
     (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
-    whatever the data.
-
-    Args:
-        runs: believed runs, from the oldest to the newest. Each is judged by the width that follows from the runs before it, and
-            not by the one that it was launched with: many runs that were launched at once do not each widen for one miss.
-        target: which of their readings.
-        step_size: gamma. With 0.4, a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many.
-        least: the smallest factor.
-        most: the largest.
+    whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch: many
+    runs that were launched at once do not each widen for one miss.
     """
+    gamma = 0.4  # a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many
+    narrowest, widest = math.log(0.25), math.log(30.0)
     log_width, misfit = 0.0, None
     residuals: defaultdict[Hashable, list[float]] = defaultdict(list)
     for index, run in enumerate(runs):
@@ -376,15 +332,15 @@ def interval_widening(
         half = HALF_INTERVAL * widened_log_sigma(shipped_sigma, math.exp(log_width))
         if run.measurement.status != "ok":  # out of memory: more was needed than was read
             if target == "memory" and error > half:
-                log_width = min(log_width + step_size * COVERAGE, math.log(most))
+                log_width = min(log_width + gamma * COVERAGE, widest)
             continue
-        log_width += step_size * ((abs(error) > half) - (1 - COVERAGE))
-        log_width = min(max(log_width, math.log(least)), math.log(most))
+        log_width += gamma * ((abs(error) > half) - (1 - COVERAGE))
+        log_width = min(max(log_width, narrowest), widest)
         residuals[_step_type(run)].append(error)
         # No end of an interval moves by more than a factor of ten. Where that is not enough, and readings of one type of step
         # agree on no factor that could be learnt, the predictor does not fit what runs here: what was read until now is no use.
-        widest = min(math.log(most), math.log1p(MOST_WIDENED / HALF_INTERVAL / shipped_sigma))
-        if log_width >= widest and HALF_INTERVAL * _scatter(residuals.values()) > MOST_WIDENED:
+        enough = min(widest, math.log1p(MOST_WIDENED / HALF_INTERVAL / shipped_sigma))
+        if log_width >= enough and HALF_INTERVAL * _scatter(residuals.values()) > MOST_WIDENED:
             misfit, log_width = index, 0.0
             residuals.clear()
     return math.exp(log_width), misfit
@@ -400,12 +356,7 @@ def _scatter(groups: Iterable[Sequence[float]]) -> float:
 
 
 class Learner:
-    """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it.
-
-    Args:
-        predictor: which to keep up to date.
-        log: from which it learns.
-    """
+    """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it."""
 
     def __init__(self, predictor: Predictor, log: MeasurementStore) -> None:
         self._predictor = predictor
@@ -493,8 +444,8 @@ def tune_weights(
     by_device = [assess(log.observations(device_id, share), predictor=in_use.lineage).observations for device_id in device_ids]
     if sum(run.recorded_at_ns > since_ns for runs in by_device for run in runs) < min_new:
         return None
-    splits = [_Split.of(runs) for runs in by_device]
-    learnt = [run for split in splits for run in split.learn]
+    splits = [_split(runs) for runs in by_device]
+    learnt = [run for learn, _, _ in splits for run in learn]
     data = candidate.refine(learnt, seed=seed)
     if data is None:
         return None
@@ -515,34 +466,29 @@ def tune_weights(
     return Generation(is_better, len(learnt), metrics)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The runs of one device."""
-
-    learn: Sequence[Observation]
-    recent: Sequence[Observation]
-    kept_back: Sequence[Observation]
-
-    @classmethod
-    def of(cls, runs: Sequence[Observation]) -> _Split:
-        number = min(max(8, math.ceil(len(runs) / 4)), 200)
-        older, recent = runs[:-number], runs[-number:]
-        is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
-        learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
-        present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
-        return cls(learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present])
+_Runs = Sequence[Observation]
 
 
-def _judged(predictor: Predictor, splits: Sequence[_Split]) -> dict[str, list[float]]:
+def _split(runs: _Runs) -> tuple[_Runs, _Runs, _Runs]:
+    """Return the runs of one device to learn from, the newest ones, and those of the others that are kept back."""
+    number = min(max(8, math.ceil(len(runs) / 4)), 200)
+    older, recent = runs[:-number], runs[-number:]
+    is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
+    learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
+    present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
+    return learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present]
+
+
+def _judged(predictor: Predictor, splits: Sequence[tuple[_Runs, _Runs, _Runs]]) -> dict[str, list[float]]:
     """|log(measured / predicted)| of the held-out runs, by set and target, after the others were learnt."""
     errors: dict[str, list[float]] = {f"{which} {target}": [] for which in ("recent", "kept back") for target in TARGETS}
-    for split in splits:
-        predictor.fine_tune(split.learn)
-        for which, runs in (("recent", split.recent), ("kept back", split.kept_back)):
+    for learn, recent, kept_back in splits:
+        predictor.fine_tune(learn)
+        for which, runs in (("recent", recent), ("kept back", kept_back)):
             for run in runs:
                 prediction = predictor.predict(run.graph, run.device)
-                for target, estimate in (("memory", prediction.peak_memory), ("time", prediction.step_time)):
-                    value = run.measured(target)  # type: ignore[arg-type]
+                for target, estimate in zip(TARGETS, (prediction.peak_memory, prediction.step_time), strict=True):
+                    value = run.measured(target)
                     if value is not None and run.measurement.status == "ok":
                         errors[f"{which} {target}"].append(abs(math.log(value / estimate.median)))
     return errors
@@ -564,13 +510,7 @@ def _is_better(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequen
 
 
 class FineTuneProcess:
-    """Runs `perfguard learn` in a process beside this one, now and then: of low priority, on one core, without the GPU.
-
-    Args:
-        url: of the log.
-        predictor: its name.
-        every: runs between two updates.
-    """
+    """Runs `perfguard learn` beside this process once in ``every`` runs: of low priority, on one core, without the GPU."""
 
     def __init__(self, url: str, predictor: str, *, every: int = 25) -> None:
         self._url = url

@@ -7,6 +7,7 @@ row that is written twice is there once.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
@@ -16,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -28,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from perfguard import log_tables as tables
-from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user, why_not_imported
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user
 from perfguard.log_database import Database, default_location, leave, parse_url, reason_of, unusable
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation
@@ -84,24 +85,22 @@ class Selection:
     @property
     def is_everything(self) -> bool:
         """Whether nothing was given."""
-        return all(getattr(self, field.name) is None for field in fields(self))
+        return self == Selection()
 
     def query(self, *wanted: Any) -> sql.Select[Any]:
         """Return a query for ``wanted`` of the selected decisions, which are joined with their measurements and devices."""
-        where: list[sql.ColumnElement[bool]] = []
-        if self.study is not None:
-            where.append(DecisionRow.study == self.study)
+        exact: Mapping[Any, str | None] = {
+            DecisionRow.study: self.study,
+            MeasurementRow.status: self.status,
+            DecisionRow.verdict: self.verdict,
+            sql.func.coalesce(MeasurementRow.host, DecisionRow.host): self.host,
+        }
+        where = [column == value for column, value in exact.items() if value is not None]
         if self.device is not None:
             ids = (self.device,) if isinstance(self.device, str) else self.device
             columns = DeviceRow.device_id, MeasurementRow.device_id
             parts = [column.startswith(id_, autoescape=True) for column in columns for id_ in ids if id_.endswith(":")]
             where.append(sql.or_(*(column.in_(ids) for column in columns), *parts))
-        if self.status is not None:
-            where.append(MeasurementRow.status == self.status)
-        if self.verdict is not None:
-            where.append(DecisionRow.verdict == self.verdict)
-        if self.host is not None:
-            where.append(sql.func.coalesce(MeasurementRow.host, DecisionRow.host) == self.host)
         if self.since is not None:
             where.append(DecisionRow.created_at_ns >= tables.as_ns(self.since))
         if self.before is not None:
@@ -348,13 +347,13 @@ class MeasurementStore:
     def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
         """Write one table with a row for each selected decision (None: all), and return how many there are.
 
-        Columns of the measurement begin with "measured_". ``path`` ends in ".csv" or ".parquet". Parquet needs pyarrow.
+        Columns of the measurement begin with "measured_". ``path`` ends in ".csv".
         """
         import pandas
 
         path = Path(path)
-        if path.suffix not in (".csv", ".parquet"):
-            raise ConfigurationError(f"The file of an export must end in .csv or .parquet, but got {str(path)!r}.")
+        if path.suffix != ".csv":
+            raise ConfigurationError(f"The file of an export must end in .csv, but got {str(path)!r}.")
         decided = [column for column in DecisionRow.__table__.columns if not column.name.endswith("_hash")]
         measured = [
             column.label(f"measured_{column.name}") for column in MeasurementRow.__table__.columns if column.name != "decision_id"
@@ -365,13 +364,7 @@ class MeasurementStore:
         table.insert(0, "created_at", pandas.to_datetime(table["created_at_ns"], unit="ns", utc=True))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".csv":
-                table.to_csv(path, index=False)
-            else:
-                table.to_parquet(path, index=False, engine="pyarrow")
-        except ImportError as error:
-            message = "A .parquet file needs pyarrow: pip install 'perfguard[parquet]'. Or write a .csv file."
-            raise ConfigurationError(why_not_imported(error, "pyarrow", message)) from error
+            table.to_csv(path, index=False)
         except OSError as error:
             raise LogError(f"The log cannot be exported to {path}: {error}.") from error
         return len(table)
@@ -422,8 +415,19 @@ class MeasurementStore:
         columns = [column for column in WeightsRow.__table__.columns if column.name != "data"]
         query = sql.select(*columns).order_by(WeightsRow.created_at_ns, WeightsRow.weights_id)
         rows = self._read(query if predictor is None else query.where(WeightsRow.predictor == predictor))
-        in_use = {row.predictor: row.weights_id for row in rows if row.rolled_back_at_ns is None}  # the newest of each
-        return [tables.weights_of(row, is_in_use=in_use.get(row.predictor) == row.weights_id) for row in rows]
+        in_use = {row.predictor: row.weights_id for row in rows if row.rolled_back_at_ns is None}.values()  # the newest of each
+        return [
+            LoggedWeights(
+                weights_id=row.weights_id,
+                predictor=row.predictor,
+                created_at=tables.as_time(row.created_at_ns),
+                sha256=row.sha256,
+                metrics=json.loads(row.metrics),
+                state="rolled back" if row.rolled_back_at_ns else "promoted" if row.weights_id in in_use else "superseded",
+                state_changed_at=tables.as_time(row.rolled_back_at_ns or row.created_at_ns),
+            )
+            for row in rows
+        ]
 
     def flush(self) -> None:
         """Try once more to write what is waiting."""

@@ -259,20 +259,6 @@ def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, d
     )
 
 
-def weights_of(row: WeightsRow, *, is_in_use: bool) -> LoggedWeights:
-    """Return a generation of weights, without its bytes."""
-    is_rolled_back = row.rolled_back_at_ns is not None
-    return LoggedWeights(
-        weights_id=row.weights_id,
-        predictor=row.predictor,
-        created_at=as_time(row.created_at_ns),
-        sha256=row.sha256,
-        metrics=json.loads(row.metrics),
-        state="rolled back" if is_rolled_back else "promoted" if is_in_use else "superseded",
-        state_changed_at=as_time(row.rolled_back_at_ns or row.created_at_ns),
-    )
-
-
 def _columns_in(decision: DecisionRow) -> dict[str, Any]:
     return {name: getattr(decision, name) for name in VERDICT_COLUMNS}
 

@@ -211,6 +211,3 @@ def _positive(name: str, value: float | None) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number, but got {value!r}.")
     return float(value)
-
-
-__all__ = ["ConstrainedTrial", "LatencyConstraint"]

@@ -51,17 +51,6 @@ class Pace:
 
 
 def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, steps: int) -> Estimate | None:
-    """The time of a trial of ``steps`` steps, of which some are done; what is left takes the mean duration a step.
-
-    Args:
-        step_durations_s: of the steps so far, in order.
-        elapsed_s: since the trial's launch.
-        steps: of the whole trial.
-
-    Returns:
-        None while fewer than 25 steps are done.
-    """
+    """Return the time of a trial of ``steps`` steps that has made some since its launch. None: it has made fewer than 25."""
     pace = Pace.of(step_durations_s)
-    if pace is None:
-        return None
-    return pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))
+    return None if pace is None else pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,19 +35,6 @@ HOPELESS = 4
 predictor gives the numbers, and the bound only overrules a launch."""
 
 
-class _Needs(NamedTuple):
-    """Lower bounds on a step's needs on any device."""
-
-    held_bytes: float
-    """Parameters, buffers, gradients and optimizer state, the most that are alive at once."""
-    update_bytes: float
-    """Gradients and optimizer state, the most that are alive at once."""
-    gradient_bytes: float
-    made_bytes: float
-    """Peak of live bytes without parameters, buffers and inputs."""
-    product_flops: float
-
-
 def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool = False) -> float:
     """Return the least that a measurement of ``graph`` on ``device`` can show: bytes at the peak, or seconds of a step.
 
@@ -58,38 +45,30 @@ def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool 
         device: on which it runs.
         idle: whether the memory reading shows that nothing ran. Then the bound on a CPU's time is higher.
     """
-    needs = _needs(graph)
+    from perfguard.graph import StorageKind  # imports torch
+
+    updating = StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
     if target == "memory" and device.kind == "cuda":
-        return 0.9 * needs.held_bytes  # the allocator counts them exactly; recomputation saves most activations
+        # The allocator counts them exactly; recomputation saves most activations.
+        return 0.9 * graph.most_alive_bytes(StorageKind.PARAMETER, StorageKind.BUFFER, *updating)
     if target == "memory":
         # The resident set grows by less than the step makes: the model and its data may be older than the run, and some
         # allocators use memory again that was mapped before.
-        return max(0.5 * needs.update_bytes, 0.1 * needs.made_bytes)
+        made_bytes = graph.most_alive_bytes(*updating, StorageKind.ACTIVATION, StorageKind.TEMPORARY)
+        return max(0.5 * graph.most_alive_bytes(*updating), 0.1 * made_bytes)
     launch_s = 0.5 * device.launch_overhead_s  # a step launches at least one operator
+    shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in graph.ops]
+    product_flops = float(graph.costs[0].astype(np.float64) @ np.array(shares)) if shares else 0.0
     if device.kind == "cpu":
-        products_s = needs.product_flops / device.peak_flops["fp32"] if graph.precision == "fp32" else 0.0
+        products_s = product_flops / device.peak_flops["fp32"] if graph.precision == "fp32" else 0.0
         # The rates are measured, at times while other work runs. Honest steps take half of their products at the measured rate
         # and more (2 busy cores, 10 networks, 2026-11-22).
         return max(launch_s, products_s / (3.0 if idle else 10.0))
     # A card may run 25% above its boost clock. Rates of a card that is not in the catalog are guesses.
     faster = 1.25 if device.id.partition(":")[0] in catalog() else 12.5
-    products_s = needs.product_flops / max(device.peak_flops.values())
-    traffic_s = max(0.0, needs.gradient_bytes - device.l2_bytes) / device.bandwidth_bytes_per_s
-    return max(launch_s, products_s / faster, traffic_s / faster)
-
-
-def _needs(graph: OpGraph) -> _Needs:
-    from perfguard.graph import StorageKind  # imports torch
-
-    update = StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
-    shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in graph.ops]
-    return _Needs(
-        graph.most_alive_bytes(StorageKind.PARAMETER, StorageKind.BUFFER, *update),
-        graph.most_alive_bytes(*update),
-        graph.most_alive_bytes(StorageKind.GRADIENT),
-        graph.most_alive_bytes(*update, StorageKind.ACTIVATION, StorageKind.TEMPORARY),
-        float(graph.costs[0].astype(np.float64) @ np.array(shares)) if shares else 0.0,
-    )
+    products_s = product_flops / max(device.peak_flops.values())
+    traffic_bytes = max(0.0, graph.most_alive_bytes(StorageKind.GRADIENT) - device.l2_bytes)
+    return max(launch_s, products_s / faster, traffic_bytes / device.bandwidth_bytes_per_s / faster)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import html
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from perfguard.budget import NOUNS, Quantity
 from perfguard.exceptions import ConfigurationError
@@ -22,35 +22,24 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 Outcome = Literal["launched", "repaired", "over", "failed", "unmeasured", "unguarded", "pruned"]
-OUTCOMES: Mapping[Outcome, str] = {
-    "launched": "ran within budget",
-    "repaired": "repaired, ran within budget",
-    "over": "ran, broke a budget",
-    "failed": "failed or interrupted",
-    "unmeasured": "ran, not measured",
-    "unguarded": "ran without a verdict",
-    "pruned": "pruned before launch",
+
+
+class _Look(NamedTuple):
+    words: str
+    color: str
+    """From Okabe and Ito's palette, which colour-blind people can tell apart (jfly.uni-koeln.de/color, 2008)."""
+    symbol: str
+
+
+OUTCOMES: Mapping[Outcome, _Look] = {
+    "launched": _Look("ran within budget", "#0072B2", "circle"),
+    "repaired": _Look("repaired, ran within budget", "#009E73", "triangle-up"),
+    "over": _Look("ran, broke a budget", "#D55E00", "x"),
+    "failed": _Look("failed or interrupted", "#CC79A7", "square"),
+    "unmeasured": _Look("ran, not measured", "#56B4E9", "square-open"),
+    "unguarded": _Look("ran without a verdict", "#8C8C8C", "circle-open"),
+    "pruned": _Look("pruned before launch", "#E69F00", "diamond"),
 }
-# Okabe and Ito's palette, which colour-blind people can tell apart (jfly.uni-koeln.de/color, 2008).
-COLORS: Mapping[Outcome, str] = {
-    "launched": "#0072B2",
-    "repaired": "#009E73",
-    "over": "#D55E00",
-    "failed": "#CC79A7",
-    "unmeasured": "#56B4E9",
-    "unguarded": "#8C8C8C",
-    "pruned": "#E69F00",
-}
-_SYMBOLS: Mapping[Outcome, str] = {
-    "launched": "circle",
-    "repaired": "triangle-up",
-    "over": "x",
-    "failed": "square",
-    "unmeasured": "square-open",
-    "unguarded": "circle-open",
-    "pruned": "diamond",
-}
-_GREY = "#595959"
 
 
 def outcome_of(record: TrialRecord) -> Outcome:
@@ -74,10 +63,6 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     A launched trial stands where its prediction (up) and its measurement (right) meet: on the diagonal where both agree. Trials
     without a measurement stand in the margin on the left, at their prediction. Both axes are logarithmic.
 
-    Args:
-        records: the trials of a study.
-        quantity: "memory", "time" (of the trial), "epoch_time", "step_time", "latency", "energy" or "cost".
-
     Raises:
         ConfigurationError: for a quantity that there is not, or without Plotly.
     """
@@ -100,10 +85,32 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     low, high = min(values) / 1.3, max(values) * 1.3
     left = low / math.pow(high / low, 0.14)  # the margin takes an eighth of the width
     figure = _figure(title, subtitle)
-    for outcome in OUTCOMES:
-        group = [record for record in points if outcome_of(record) == outcome]
-        if group:
-            figure.add_scatter(**_points(group, quantity, outcome, size, measured, (left, low)))
+    for outcome, look in OUTCOMES.items():
+        if not (group := [record for record in points if outcome_of(record) == outcome]):
+            continue
+        estimates = [record.predicted[quantity] for record in group]
+        # Without a measurement: side by side in the margin. Multiples of the golden ratio spread evenly.
+        shares = [0.2 + 0.6 * ((record.number or index) * 1.618034 % 1) for index, record in enumerate(group)]
+        in_margin = [left * math.pow(low / left, share) for share in shares]
+        figure.add_scatter(
+            x=[
+                place if (value := measured[id(record)]) is None else value / size
+                for record, place in zip(group, in_margin, strict=True)
+            ],
+            y=[estimate.median / size for estimate in estimates],
+            error_y={
+                "array": [(estimate.interval()[1] - estimate.median) / size for estimate in estimates],
+                "arrayminus": [(estimate.median - estimate.interval()[0]) / size for estimate in estimates],
+                "color": _faint(look.color, 0.4),
+                "thickness": 1.2,
+                "width": 0,
+            },
+            mode="markers",
+            marker={"symbol": look.symbol, "color": look.color, "size": 9, "line": {"width": 1}},
+            name=f"{look.words} ({len(group)})",
+            hovertext=[_hover(record, _in_words(record, quantity, measured[id(record)])) for record in group],
+            hoverinfo="text",
+        )
     ticks = _log_ticks(low, high)
     texts = [_tick_text(value) for value in ticks]
     figure.update_xaxes(
@@ -122,40 +129,13 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     return figure
 
 
-def _points(
-    group: Sequence[TrialRecord],
-    quantity: Quantity,
-    outcome: Outcome,
-    size: float,
-    measured: Mapping[int, float | None],
-    margin: tuple[float, float],
-) -> dict[str, Any]:
-    """One layer of :func:`plot_budget`: the trials of one outcome."""
-    xs, ys, above, below, hover = [], [], [], [], []
-    left, low = margin
-    for index, record in enumerate(group):
-        estimate, value = record.predicted[quantity], measured[id(record)]
-        # Without a measurement: side by side in the margin. Multiples of the golden ratio spread evenly.
-        share = 0.2 + 0.6 * ((record.number or index) * 1.618034 % 1)
-        xs.append(left * math.pow(low / left, share) if value is None else value / size)
-        ys.append(estimate.median / size)
-        ends = estimate.interval()
-        above.append((ends[1] - estimate.median) / size)
-        below.append((estimate.median - ends[0]) / size)
-        interval = " to ".join(format_quantity(quantity, end) for end in ends)
-        words = [f"predicted {format_quantity(quantity, estimate.median)} (90%: {interval})"]
-        words += [] if value is None else [f"measured {format_quantity(quantity, value)}"]
-        hover.append(_hover(record, words))
-    return {
-        "x": xs,
-        "y": ys,
-        "error_y": {"array": above, "arrayminus": below, "color": _faint(COLORS[outcome], 0.4), "thickness": 1.2, "width": 0},
-        "mode": "markers",
-        "marker": {"symbol": _SYMBOLS[outcome], "color": COLORS[outcome], "size": 9, "line": {"width": 1}},
-        "name": f"{OUTCOMES[outcome]} ({len(group)})",
-        "hovertext": hover,
-        "hoverinfo": "text",
-    }
+def _in_words(record: TrialRecord, quantity: Quantity, measured: float | None) -> Iterator[str]:
+    median, low, high = (
+        format_quantity(quantity, value) for value in (record.predicted[quantity].median, *record.predicted[quantity].interval())
+    )
+    yield f"predicted {median} (90%: {low} to {high})"
+    if measured is not None:
+        yield f"measured {format_quantity(quantity, measured)}"
 
 
 def _comparable(record: TrialRecord, quantity: Quantity) -> float | None:
@@ -170,7 +150,7 @@ def _draw_limits(figure: go.Figure, limits: Sequence[float], unit: str) -> None:
     if not limits:
         return
     ends = " to ".join(dict.fromkeys((_tick_text(limits[0]), _tick_text(limits[-1]))))
-    red = COLORS["over"]
+    red = OUTCOMES["over"].color
     figure.add_scatter(x=[None], y=[None], mode="lines", line={"color": red, "dash": "dash"}, name=f"budget, {ends} {unit}")
     if len(limits) > 3:
         figure.add_hrect(y0=limits[0], y1=limits[-1], fillcolor=red, opacity=0.08, line_width=0, layer="below")
@@ -186,9 +166,6 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
     The time of launched trials is measured, or taken from the tuner's clock. The time of pruned trials is predicted: what each
     would have taken to its end; a trial that fails in its first step would have taken none. There is one layer for each limit
     that pruned. Where no trial time is predicted, trials are counted instead.
-
-    Args:
-        records: the trials of a study, in order.
 
     Raises:
         ConfigurationError: without Plotly.
@@ -228,8 +205,8 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
         x=marked,
         y=[tops[index] for index in marked],
         mode="markers",
-        marker={"symbol": "diamond", "size": 8, "color": COLORS["pruned"], "line": {"width": 1, "color": "white"}},
-        hovertext=[_hover(records[index], ()) for index in marked],
+        marker={"symbol": "diamond", "size": 8, "color": OUTCOMES["pruned"].color, "line": {"width": 1, "color": "white"}},
+        hovertext=[_hover(records[index]) for index in marked],
         hoverinfo="text",
         showlegend=False,
     )
@@ -240,11 +217,11 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
 
 
 _LAYERS: Mapping[str, tuple[str, str]] = {
-    "launched": ("launched, within budget", COLORS["launched"]),
-    "over": ("launched, broke a budget", COLORS["over"]),
-    "memory": ("pruned: peak memory", COLORS["pruned"]),
-    "time": ("pruned: trial time", COLORS["failed"]),
-    "other": ("pruned: another limit", COLORS["unmeasured"]),
+    "launched": ("launched, within budget", OUTCOMES["launched"].color),
+    "over": ("launched, broke a budget", OUTCOMES["over"].color),
+    "memory": ("pruned: peak memory", OUTCOMES["pruned"].color),
+    "time": ("pruned: trial time", OUTCOMES["failed"].color),
+    "other": ("pruned: another limit", OUTCOMES["unmeasured"].color),
 }
 """Label and colour of each layer, the lowest first."""
 
@@ -296,7 +273,7 @@ def _empty(title: str, message: str) -> go.Figure:
     figure.update_yaxes(visible=False)
     words = "<br>".join(map(html.escape, textwrap.wrap(message, 60)))
     figure.add_annotation(
-        text=words, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"color": _GREY, "size": 14}
+        text=words, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"color": "#595959", "size": 14}
     )
     return figure
 
@@ -316,31 +293,23 @@ def _why_nothing(records: Sequence[TrialRecord], quantity: Quantity | None) -> s
     return f"{NOUNS[quantity].capitalize()} was not predicted, only {others}.{hints.get(quantity, '')}"
 
 
-def _hover(record: TrialRecord, words: Sequence[str]) -> str:
-    lines = [f"trial {'' if record.number is None else record.number}", *words, *_about(record)]
+def _hover(record: TrialRecord, words: Iterable[str] = ()) -> str:
+    lines = [f"trial {'' if record.number is None else record.number}", *words]
+    lines += [f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in record.params.items()]
+    lines += [] if record.status in (None, "ok") else [f"status: {record.status}"]
+    lines += [record.reason] if record.reason else []
     return "<br>".join(html.escape(part) for line in lines for part in textwrap.wrap(line, 60) or [""])
 
 
-def _about(record: TrialRecord) -> Iterator[str]:
-    for name, value in record.params.items():
-        yield f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}"
-    if record.status not in (None, "ok"):
-        yield f"status: {record.status}"
-    if record.reason:
-        yield record.reason
-
-
-def _log_ticks(low: float, high: float, *, most: int = 8) -> Sequence[float]:
-    """Round values between ``low`` and ``high``: as many as stay legible on a logarithmic axis."""
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Round values between ``low`` and ``high``, as many as stay legible on a logarithmic axis: eight at most."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks: Sequence[float] = ()
-    fine = ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0),) if high <= 10 * low else ()  # over more, 1,500 and 2,000 would touch
-    for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), *fine):
-        finer = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
-        if len(finer) > most:
-            break
-        ticks = finer
-    return ticks
+    fine = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    for steps in (*((fine,) if high <= 10 * low else ()), (1.0, 2.0, 5.0), (1.0, 3.0)):  # over more, 1,500 and 2,000 would touch
+        ticks = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+        if len(ticks) <= 8:
+            return ticks
+    return [10.0**decade for decade in decades if low <= 10.0**decade <= high]
 
 
 def _tick_text(value: float) -> str:

@@ -137,7 +137,9 @@ class Prediction:
     def __post_init__(self) -> None:
         # The parts add up to the number above them, whatever changed it: learning, a lower bound, or fitted rates.
         for name in ("time_parts_s", "time_by_kind_s"):
-            object.__setattr__(self, name, _scaled(getattr(self, name), self.step_time.median))
+            parts: Mapping[str, float] = getattr(self, name)
+            factor = self.step_time.median / (sum(parts.values()) or 1.0)
+            object.__setattr__(self, name, {part: seconds * factor for part, seconds in parts.items()})
         if self.memory_parts_bytes:
             replayed = {name: held for name, held in self.memory_parts_bytes.items() if name != "correction"}
             correction = self.peak_memory.median - sum(replayed.values())
@@ -161,10 +163,7 @@ class Prediction:
             return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
 
         memory, step_time = widened(self.peak_memory, "memory"), widened(self.step_time, "time")
-        done = {
-            "memory": memory.log_sigma / self.peak_memory.log_sigma,
-            "time": step_time.log_sigma / self.step_time.log_sigma,
-        }
+        done = {"memory": memory.log_sigma / self.peak_memory.log_sigma, "time": step_time.log_sigma / self.step_time.log_sigma}
         return replace(
             self,
             widening={target: self.widening.get(target, 1.0) * done[target] for target in TARGETS},
@@ -185,12 +184,6 @@ class Prediction:
     def with_memory_of(self, other: Prediction) -> Prediction:
         """Return the prediction with the memory of ``other``, another phase of the same trial."""
         return replace(self, peak_memory=other.peak_memory, memory_parts_bytes=other.memory_parts_bytes)
-
-
-def _scaled(parts: Mapping[str, float], total: float) -> Mapping[str, float]:
-    """``parts`` times the factor that makes them add up to ``total``."""
-    factor = total / (sum(parts.values()) or 1.0)
-    return {name: value * factor for name, value in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +356,16 @@ def graph_of(
             )
         return model
     if isinstance(model, (str, os.PathLike)):
-        return _graph_of_file(Path(model), device, mode=mode, batch_size=batch_size, dims=dims, precision=precision, tf32=tf32)
+        if Path(model).suffix.lower() != ".onnx":
+            raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(model)!r}.")
+        if mode == "train":
+            raise ConfigurationError("An ONNX file has only the forward pass. Give mode='infer', or the network in PyTorch.")
+        from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
+
+        return graph_from_onnx(
+            model, batch_size=batch_size, dims=dims, tf32=tf32, target=device,
+            precision=precision,  # type: ignore[arg-type]
+        )  # fmt: skip
     if batch_size is not None or dims:
         raise ConfigurationError("batch_size and dims are for ONNX files. The inputs of a module or a workload have the batch.")
     if not isinstance(model, Workload):
@@ -373,28 +375,6 @@ def graph_of(
     stated: dict[str, Any] = {"mode": mode, "precision": precision, "tf32": tf32}
     changes = {name: value for name, value in stated.items() if value is not None}
     return trace(replace(model, **changes), target=device)
-
-
-def _graph_of_file(
-    path: Path,
-    device: Device,
-    *,
-    mode: Mode | None,
-    batch_size: int | None,
-    dims: Mapping[str, int | Sequence[int]] | None,
-    precision: Precision | None,
-    tf32: Tf32 | None,
-) -> OpGraph:
-    if path.suffix.lower() != ".onnx":
-        raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(path)!r}.")
-    if mode == "train":
-        raise ConfigurationError("An ONNX file has only the forward pass. Give mode='infer', or the network in PyTorch.")
-    from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
-
-    return graph_from_onnx(
-        path, batch_size=batch_size, dims=dims, tf32=tf32, target=device,
-        precision=precision,  # type: ignore[arg-type]
-    )  # fmt: skip
 
 
 def most_energy(prediction: Prediction, device: Device) -> Estimate | None:

@@ -1,4 +1,7 @@
-"""Bytes, seconds, joules and dollars: from what people write, and back into what people read."""
+"""Bytes, seconds, joules and dollars: from what people write, and back into what people read.
+
+What cannot be read, or is not positive and finite, is a ConfigurationError.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,7 @@ from perfguard.exceptions import ConfigurationError
 
 
 def parse_bytes(value: int | float | str, *, what: str = "memory") -> int:
-    """Bytes from a number of bytes or a text such as ``"38GiB"``, ``"800 MB"``.
-
-    Raises:
-        ConfigurationError: for anything that is not a positive, finite amount of at least one byte.
-    """
+    """Bytes from a number of bytes or a text such as ``"38GiB"``, ``"800 MB"``."""
     units = {"": 1, "b": 1}
     for power, letter in enumerate("kmgt", 1):
         # "k" and "kib" are powers of 1024, as torch and nvidia-smi count; "kb" is a power of 1000.
@@ -29,31 +28,19 @@ def parse_bytes(value: int | float | str, *, what: str = "memory") -> int:
 
 
 def parse_seconds(value: int | float | str, *, what: str = "time") -> float:
-    """Seconds from a number of seconds or a text such as ``"90s"``, ``"250ms"``, ``"2h"``.
-
-    Raises:
-        ConfigurationError: for anything that is not a positive, finite duration.
-    """
+    """Seconds from a number of seconds or a text such as ``"90s"``, ``"250ms"``, ``"2h"``."""
     units = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
     return _parse(value, units, what=what, unit="seconds", example='for instance 90, "250ms" or "2h"')
 
 
 def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
-    """Joules from a number of joules or a text such as ``"5J"``, ``"250mJ"``, ``"2Wh"``.
-
-    Raises:
-        ConfigurationError: for anything that is not a positive, finite energy.
-    """
+    """Joules from a number of joules or a text such as ``"5J"``, ``"250mJ"``, ``"2Wh"``."""
     units = {"": 1, "uj": 1e-6, "mj": 1e-3, "j": 1, "kj": 1e3, "wh": 3600, "kwh": 3.6e6}
     return _parse(value, units, what=what, unit="joules", example='for instance 5, "250mJ" or "2Wh"')
 
 
 def parse_dollars(value: int | float | str, *, what: str = "cost") -> float:
-    """Dollars from a number or a text such as ``"$2"``, ``"0.50"``, ``"3 USD"``.
-
-    Raises:
-        ConfigurationError: for anything that is not a positive, finite amount.
-    """
+    """Dollars from a number or a text such as ``"$2"``, ``"0.50"``, ``"3 USD"``."""
     amount = value.strip().removeprefix("$") if isinstance(value, str) else value
     return _parse(amount, {"": 1, "usd": 1}, what=what, unit="dollars", example='for instance 2 or "$2.50"')
 
@@ -82,17 +69,11 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``12.3 ms``, ``4.56 s``, ``2.1 h``: three significant digits."""
-    magnitude = abs(seconds)
-    if not magnitude:
+    if not seconds:
         return "0 s"
-    if magnitude >= 3600:
-        return f"{_three_digits(seconds / 3600)} h"
-    if magnitude >= 120:
-        return f"{_three_digits(seconds / 60)} min"
-    if magnitude >= 1:
-        return f"{_three_digits(seconds)} s"
-    if magnitude >= 1e-3:
-        return f"{_three_digits(seconds * 1e3)} ms"
+    for least, size, unit in ((3600, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms")):
+        if abs(seconds) >= least:
+            return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} us"
 
 

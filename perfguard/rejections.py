@@ -40,10 +40,7 @@ class Rejections:
     def recall(self, key: Hashable, *, num_ended: int, accepted: float) -> Rejection | None:
         """Return the rejection of ``key``, if judging it again would come to the same.
 
-        Args:
-            key: of the configuration.
-            num_ended: number of trials that have ended, from which the guard may have learnt.
-            accepted: the chance of breaking a limit that is accepted now. Where it has risen enough, the rejection is void.
+        After ``num_ended`` trials the guard may have learnt more. If the ``accepted`` chance has risen enough, it is void.
         """
         known = self._known.get(key)
         if known is None or known.verdict.p_violation <= accepted:

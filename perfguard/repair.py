@@ -81,7 +81,12 @@ def batch_size_of(workload: Workload) -> int:
 def with_batch_size(workload: Workload, batch_size: int) -> Workload:
     """``workload`` on another number of samples. Tensors become specifications; nothing is allocated."""
     batch_size_of(workload)
-    return replace(workload, inputs=_resized(workload.inputs, batch_size), targets=_resized(workload.targets, batch_size))
+
+    def resize(leaf: Any) -> Any:
+        shape = shape_of(leaf)
+        return TensorSpec((batch_size, *shape[1:]), str(leaf.dtype).removeprefix("torch.")) if shape else leaf
+
+    return replace(workload, inputs=mapped(workload.inputs, resize), targets=mapped(workload.targets, resize))
 
 
 def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_most: int = 2**20) -> int:
@@ -130,7 +135,7 @@ def _apply(
     if "precision" in remedies:
         if workload.precision != "fp32":
             return None
-        precision = _half_precision(device)
+        precision: Precision = "amp-bf16" if device.kind == "cpu" or "bf16" in device.peak_flops else "amp-fp16"
         repair = replace(repair, precision=precision)
         workload = replace(workload, precision=precision)
     if "checkpointing" in remedies:
@@ -181,10 +186,6 @@ def _can_run(fits: Callable[[Workload], bool], workload: Workload) -> bool:
         return False
 
 
-def _half_precision(device: Device) -> Precision:
-    return "amp-bf16" if device.kind == "cpu" or "bf16" in device.peak_flops else "amp-fp16"
-
-
 def can_checkpoint(model: Any) -> bool:
     """Whether ``model`` has a switch for activation checkpointing, as those of transformers and timm have, and it is off."""
     states = ("is_activation_checkpointing", "is_gradient_checkpointing", "grad_checkpointing")
@@ -213,25 +214,3 @@ def _switch_of(model: Any) -> Callable[[bool], object] | None:
             return lambda on: enable() if on else disable()
     switch = getattr(model, "set_grad_checkpointing", None)  # timm
     return switch if callable(switch) else None
-
-
-def _resized(value: Any, batch_size: int) -> Any:
-    def resize(leaf: Any) -> Any:
-        shape = shape_of(leaf)
-        return TensorSpec((batch_size, *shape[1:]), str(leaf.dtype).removeprefix("torch.")) if shape else leaf
-
-    return mapped(value, resize)
-
-
-__all__ = [
-    "AS_PROPOSED",
-    "Remedy",
-    "Repair",
-    "batch_size_of",
-    "can_checkpoint",
-    "check_remedies",
-    "checkpointing",
-    "find_repair",
-    "largest_batch",
-    "with_batch_size",
-]

@@ -11,8 +11,8 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.metadata import entry_points
@@ -29,8 +29,6 @@ from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.summary import Summary, summarize
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from perfguard.log import MeasurementStore
 
 READERS_GROUP = "perfguard.reports"
@@ -80,13 +78,8 @@ def write_report(
         >>> write_report("log.db", "report.html")                                                   # doctest: +SKIP
 
     Args:
-        source: as for :func:`read_report`.
-        path: the file to write. Its folder is made if it is not there.
-        study: as for :func:`read_report`.
-        log: as for :func:`read_report`.
-
-    Returns:
-        The path.
+        source, study, log: as for :func:`read_report`.
+        path: the file to write, which is returned. Its folder is made if it is not there.
 
     Raises:
         ConfigurationError: for a source that cannot be read, a file that cannot be written, or without Plotly.
@@ -175,27 +168,22 @@ def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping
     return doubts
 
 
-@contextmanager
-def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> Iterator[MeasurementStore | None]:
+def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> AbstractContextManager[MeasurementStore | None]:
     """The log that was named; else the default one, if it is there and can be used."""
     from perfguard.log import MeasurementStore, default_location
 
     location = os.fspath(log) if log else default_location()
     is_missing = "://" not in location and not Path(location).is_file()
     if log is False or (log is None and is_missing):
-        yield None
-        return
+        return nullcontext()
     if is_missing:
         raise LogError(f"There is no measurement log at {location}.")
     try:
-        store = MeasurementStore(location)
+        return MeasurementStore(location)
     except LogError:
         if log is not None:
             raise
-        yield None
-        return
-    with store:
-        yield store
+        return nullcontext()
 
 
 def tables_in(location: str) -> set[str]:
@@ -230,32 +218,41 @@ def tables_in(location: str) -> set[str]:
 
 
 def page_of(report: Report, *, max_rows: int = 5000) -> str:
-    """Return the report as one HTML page.
-
-    Args:
-        report: what to show.
-        max_rows: trials of the table and of the pictures; of a longer study the latest are shown, and the page says so.
+    """Return the report as one HTML page. Of more than ``max_rows`` trials the latest are shown, and the page says so.
 
     Raises:
         ConfigurationError: if Plotly is not installed.
     """
     graph_objects()
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
     shown = report.records[-max_rows:]
     hidden = len(report.records) - len(shown)
     known = {quantity for record in shown for quantity in record.predicted}
     # The time by which most trials can be compared: of the whole trial, else of a step.
     times: tuple[Quantity, ...] = ("time", "step_time", "epoch_time", "latency")
     compared = [quantity for quantity in ("memory", next((time for time in times if time in known), "time")) if quantity in known]
+    look: Any = {
+        "full_html": False,
+        "include_plotlyjs": False,
+        "default_width": "100%",
+        "default_height": "100%",
+        "config": {"responsive": True, "displayModeBar": False},
+    }
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
+    plots = "".join(f'<div class="plot">{to_html(picture, **look)}</div>' for picture in pictures)
     note = f"<p>The latest {len(shown):,} trials are shown; {hidden:,} earlier ones are counted above.</p>" if hidden else ""
     dots = "".join(f'tr[data-outcome="{name}"] {{ --dot: var(--{name}); }}' for name in OUTCOMES)
+    device = f"Guarded device: {report.device}. " if report.device else ""
+    about = f"{device}{len(report.records):,} trials, read from the {report.source}."
     body = (
-        f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(_about(report))}</p></header>"
-        f"<main><h2>What was saved</h2>{_counts(report.summary)}{''.join(map(_picture, pictures))}"
+        f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(about)}</p></header>"
+        f"<main><h2>What was saved</h2>{_counts(report.summary)}{plots}"
         f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
         f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
     )
-    page = f"<script>{_plotly_js()}</script>{body}<script>{_asset('report.js')}</script>"
+    page = f"<script>{get_plotlyjs()}</script>{body}<script>{_asset('report.js')}</script>"
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, flags=re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -272,11 +269,6 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     )
 
 
-def _about(report: Report) -> str:
-    device = f"Guarded device: {report.device}. " if report.device else ""
-    return f"{device}{len(report.records):,} trials, read from the {report.source}."
-
-
 def _counts(summary: Summary) -> str:
     violations = "-" if summary.num_violations is None else f"{summary.num_violations:,} of {summary.num_measured:,} measured"
     figures = {
@@ -288,14 +280,6 @@ def _counts(summary: Summary) -> str:
     tiles = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in figures.items())
     rows = "".join(f'<tr><th scope="row">{_text(label)}</th><td>{_text(value)}</td></tr>' for label, value in summary.rows())
     return f'<dl class="figures">{tiles}</dl><table id="summary"><tbody>{rows}</tbody></table>'
-
-
-def _picture(figure: go.Figure) -> str:
-    from plotly.io import to_html
-
-    config = {"responsive": True, "displayModeBar": False}
-    div = to_html(figure, full_html=False, include_plotlyjs=False, default_width="100%", default_height="100%", config=config)
-    return f'<div class="plot">{div}</div>'
 
 
 def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Quantity]) -> str:
@@ -311,7 +295,7 @@ def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Qua
     head = "".join(f'<th scope="col" aria-sort="none"><button type="button">{label}</button></th>' for label in heads)
     counts = Counter(outcome_of(record) for record in shown)
     options = "".join(
-        f'<option value="{name}">{words} ({counts[name]})</option>' for name, words in OUTCOMES.items() if counts[name]
+        f'<option value="{name}">{look.words} ({counts[name]})</option>' for name, look in OUTCOMES.items() if counts[name]
     )
     rows = "".join(_row(record, index, quantities, report.doubts or {}, several=several) for index, record in enumerate(shown))
     filters = (
@@ -343,7 +327,7 @@ def _row(
     cells = [f'<th scope="row" class="number" data-value="{number}">{number}</th>']
     cells += [f"<td>{_text(record.study)}</td>"] if several else []
     cells += [
-        f'<td class="outcome">{OUTCOMES[outcome]}</td>',
+        f'<td class="outcome">{OUTCOMES[outcome].words}</td>',
         f'<td class="reason">{_text("; ".join(filter(None, reasons)))}</td>',
     ]
     for quantity in quantities:
@@ -351,7 +335,8 @@ def _row(
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
         cells.append(_number(quantity, None if estimate is None else estimate.median, interval))
         cells.append(_number(quantity, record.measured.get(quantity)))
-    params = ", ".join(f"{name}={_value(value)}" for name, value in flat(record.params).items())
+    values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in flat(record.params).items()}
+    params = ", ".join(f"{name}={value}" for name, value in values.items())
     return f'<tr data-outcome="{outcome}">{"".join(cells)}<td class="params">{_text(params)}</td></tr>'
 
 
@@ -360,10 +345,6 @@ def _number(quantity: Quantity, value: float | None, interval: str = "") -> str:
         return '<td class="number" data-value="">–</td>'
     small = f"<small>{interval}</small>" if interval else ""
     return f'<td class="number" data-value="{value!r}">{format_quantity(quantity, value)}{small}</td>'
-
-
-def _value(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -382,9 +363,3 @@ def _text(text: str, *, longest: int = 400) -> str:
 
 def _asset(name: str) -> str:
     return (files("perfguard") / name).read_text(encoding="utf-8")
-
-
-def _plotly_js() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())

@@ -183,11 +183,8 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", devic
 def pruned_table(records: Sequence[TrialRecord], *, max_rows: int = 20) -> Table:
     """The trials that were pruned before launch: what each needed, against which limit, and the time that it did not take.
 
-    A trial that needs more memory than the device has would have failed in its first step, so no time is saved by it.
-
-    Args:
-        records: the trials of a study; those that ran are left out.
-        max_rows: how many trials to show, the latest ones; the total counts all.
+    A trial that needs more memory than the device has would have failed in its first step, so no time is saved by it. The latest
+    ``max_rows`` are shown, and the total counts all.
     """
     from rich.markup import escape
     from rich.table import Table

@@ -55,13 +55,9 @@ class Tracker:
         if to not in get_args(TrackerName):
             raise ConfigurationError(f"The tracker must be one of {', '.join(get_args(TrackerName))}, but got {to!r}.")
         self.to = to
+        writers: Any = {"mlflow": _mlflow_writer, "wandb": _wandb_writer, "tensorboard": _tensorboard_writer}
         try:
-            writers: Mapping[str, Callable[..., _Writer]] = {
-                "mlflow": _mlflow_writer,
-                "wandb": _wandb_writer,
-                "tensorboard": _tensorboard_writer,
-            }
-            self._write = writers[to](**settings)
+            self._write: _Writer = writers[to](**settings)
         except ImportError as error:
             raise ConfigurationError(f"Tracker({to!r}) needs its package: pip install 'perfguard[{to}]' ({error}).") from error
         self._lock = threading.Lock()
@@ -70,13 +66,7 @@ class Tracker:
         self._has_warned = False
 
     def write(self, name: str, record: TrialRecord, more: Mapping[str, float | str] | None = None) -> None:
-        """Write one trial that has ended.
-
-        Args:
-            name: of the trial, for instance "trial 7".
-            record: what PerfGuard knows of it.
-            more: other values to write beside, by name.
-        """
+        """Write one trial that has ended, for instance "trial 7", and ``more`` values beside it."""
         with self._lock:
             self._waiting.append((name, fields_of(record) | dict(more or {})))
             begun_s = time.monotonic()

@@ -104,18 +104,18 @@ class Verdict:
             return f"not judged: {self.unjudged}"
         if self.worst is None:
             return self.remark
-        words = self._sentence(self.worst)
+        worst = self.worst
+        if self.bound:
+            words = f"needs {self.bound}, the budget is {worst.format(worst.limit)}"
+        else:
+            chance = chance_in_words(worst.p_violation)
+            words = f"{worst.sentence}, exceeded with a chance of {chance} ({self.accepted:.1%} accepted)"
         if self.as_proposed is not None:
             words = f"{self.as_proposed.sentence}; with {self.repair} it {words}"
         if self.is_overruled:
             words = f"launched all the same: {words}"
         phase = f"most memory is needed by {self.phase}" if self.phase else ""
         return "; ".join(part for part in (words, phase, self.remark) if part)
-
-    def _sentence(self, worst: Limit) -> str:
-        if self.bound:
-            return f"needs {self.bound}, the budget is {worst.format(worst.limit)}"
-        return f"{worst.sentence}, exceeded with a chance of {chance_in_words(worst.p_violation)} ({self.accepted:.1%} accepted)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,15 +298,8 @@ AnyBuild = Build | CapturingBuild
 
 
 def build_watched(build: AnyBuild, params: WatchedParams) -> AnyWorkload:
-    """Call :func:`build_workload`, whose second attempt finds all parameters, whatever the first took out."""
-    if isinstance(build, CapturingBuild):
-        return build(params)
-
-    def attempt(watched: Mapping[str, Any]) -> Workload:
-        params.refill()
-        return build(watched)
-
-    return build_workload(attempt, params)
+    """Dry-run the objective, or call :func:`build_workload`."""
+    return build(params) if isinstance(build, CapturingBuild) else build_workload(build, params)
 
 
 def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
@@ -330,6 +323,8 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
         except Exception as error:
             if is_missing_parameter(error, params):
                 raise
+            if isinstance(params, WatchedParams):
+                params.refill()  # with what the first attempt took out
             workload = _build_on_the_host(build, params)
     if not isinstance(workload, Workload):
         raise BuildError(f"build(params) must return a perfguard.Workload, but returned {type(workload).__name__}.")
@@ -385,13 +380,7 @@ def _mend(error: Exception, params: Mapping[str, Any]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str:
-    """Return " (did you mean 'width'?)" for the nearest of the ``known`` names; empty: none is near.
-
-    Args:
-        name: the name that is not known.
-        known: the names that are.
-        cutoff: least likeness, in [0, 1], as in :func:`difflib.get_close_matches`.
-    """
+    """Return " (did you mean 'width'?)" for the nearest of the ``known`` names; empty: none is as near as ``cutoff``."""
     found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=cutoff) if near != name]
     return f" (did you mean {found[0]!r}?)" if found else ""
 
@@ -434,12 +423,6 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
 
 def shapes_in(value: Any) -> list[tuple[int, ...]]:
     """The shapes of all tensors and specifications in ``value``, in order."""
-    found: list[tuple[int, ...]] = []
-
-    def note(leaf: Any) -> None:
-        shape = shape_of(leaf)
-        if shape is not None:
-            found.append(shape)
-
-    mapped(value, note)
-    return found
+    found: list[tuple[int, ...] | None] = []
+    mapped(value, lambda leaf: found.append(shape_of(leaf)))
+    return [shape for shape in found if shape is not None]

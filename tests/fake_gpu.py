@@ -12,21 +12,14 @@ from typing import Any
 
 MiB = 2**20
 PID = 4242
-NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, TIMEOUT, GPU_IS_LOST, UNINITIALIZED = 3, 4, 6, 10, 15, 1
+NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST, UNINITIALIZED = 3, 4, 6, 15, 1
 
 
 class FakeNvmlError(Exception):
     """With a code, as pynvml.NVMLError has it."""
 
     def __init__(self, value: int) -> None:
-        names = {
-            3: "Not Supported",
-            4: "Insufficient Permissions",
-            6: "Not Found",
-            10: "Timeout",
-            15: "GPU is lost",
-            1: "Uninitialized",
-        }
+        names = {1: "Uninitialized", 3: "Not Supported", 4: "Insufficient Permissions", 6: "Not Found", 15: "GPU is lost"}
         super().__init__(names[value])
         self.value = value
 
@@ -52,9 +45,6 @@ class FakeGpu:
     sm_mhz: int = 1400
     reasons: int = 0x1
     lost: bool = False
-    memory_errors: int = 0
-    xids: list[int] = field(default_factory=list)
-    """Events that nobody has fetched yet."""
     share: float = 1.0
     """Of the memory that this process may take."""
     capturing: bool = False
@@ -159,28 +149,6 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int:
         self._called("nvmlDeviceGetCurrentClocksThrottleReasons")
         return self.gpu.reasons
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: int, counter: int) -> int:
-        self._called("nvmlDeviceGetTotalEccErrors")
-        assert (kind, counter) == (1, 0), "uncorrected errors since the driver was loaded"
-        return self.gpu.memory_errors
-
-    def nvmlEventSetCreate(self) -> Any:
-        self._called("nvmlEventSetCreate")
-        return object()
-
-    def nvmlDeviceRegisterEvents(self, handle: Any, kinds: int, events: Any) -> None:
-        self._called("nvmlDeviceRegisterEvents")
-        assert kinds == 8, "critical Xid events"
-
-    def nvmlEventSetWait_v2(self, events: Any, timeout_ms: int) -> Any:
-        self._called("nvmlEventSetWait_v2")
-        if not self.gpu.xids:
-            raise FakeNvmlError(TIMEOUT)
-        return SimpleNamespace(eventData=self.gpu.xids.pop(0))
-
-    def nvmlEventSetFree(self, events: Any) -> None:
-        self._called("nvmlEventSetFree")
 
     def _called(self, name: str, *, session: bool = True) -> None:
         self.calls.append(name)

@@ -85,7 +85,7 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     guard = Guard(device, risk=risk, log=False)
     guard.budget = budget
     try:
-        work = subject_of(arguments).work_on(device)
+        work = subject_of(arguments)(device)
     except TooLargeError as error:  # a workload that is too large to be built is a verdict, too
         least = LeastMemory.behind(error, device)
         return guard.judge(least, lambda prediction: budget.limits(prediction, device), threshold=risk), {}

@@ -38,9 +38,8 @@ def gpus(arguments: argparse.Namespace) -> None:
     full = console.width >= 120  # else there is no room for names and sources
     rates = ("fp32", "tf32", "fp16")
     table = Table()
-    table.add_column("id", no_wrap=True)
-    for heading in ("memory\nGiB", "bandwidth\nGB/s", *(f"{rate}\nTFLOP/s" for rate in rates), "SMs"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("id", "memory\nGiB", "bandwidth\nGB/s", *(f"{rate}\nTFLOP/s" for rate in rates), "SMs"):
+        table.add_column(heading, justify="left" if heading == "id" else "right", no_wrap=True)
     for heading in ("name", "source") if full else ():
         table.add_column(heading)
     for device in catalog().values():
@@ -73,13 +72,13 @@ def rank(arguments: argparse.Namespace) -> None:
     from perfguard.graph.kernels import target_of
 
     devices = _devices(arguments.gpus)
-    subject, predictor = subject_of(arguments), load_predictor()
+    work_on, predictor = subject_of(arguments), load_predictor()
     works: dict[Target, Work] = {}
     ranked: list[tuple[Device, Prediction]] = []
     for device in devices:
         target = target_of(device)  # cards of one kind run the same operators
         if target not in works:
-            works[target] = subject.work_on(device)
+            works[target] = work_on(device)
         ranked.append((device, works[target].predict(predictor, device)[0]))
     rows = [_row(device, prediction, arguments.batch_size or 1) for device, prediction in ranked]
     rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))

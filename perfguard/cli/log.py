@@ -46,7 +46,7 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
     show.add_argument("--json", action="store_true", help="print JSON")
     export = verb("export", "write the decisions with their measurements as a table")
-    export.add_argument("file", metavar="FILE.csv|FILE.parquet", help="the file to write; Parquet needs pyarrow")
+    export.add_argument("file", metavar="FILE.csv", help="the file to write")
     quarantine = verb("quarantine", "show the readings that PerfGuard does not learn from, and why", selects=False)
     quarantine.add_argument("--json", action="store_true", help="print JSON")
     forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
@@ -93,10 +93,10 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
 def _devices(name: str) -> str | tuple[str, ...]:
     """The id that was named; of an alias all that it may have meant, since "a100" is an A100 SXM on a machine that has one."""
-    from perfguard.devices.catalog import catalog, is_alias, is_short_for, look_up
+    from perfguard.devices.catalog import alias_of, catalog, is_short_for, look_up
 
     known = look_up(name)
-    if known is None or not is_alias(name):
+    if known is None or alias_of(name) is None:
         return name if known is None else known.id
     fitting = [id_ for id_, device in catalog().items() if id_ == known.id or is_short_for(name, device)]
     return tuple(part for id_ in fitting for part in (id_, f"{id_}:"))

@@ -51,7 +51,7 @@ def predict(arguments: argparse.Namespace) -> None:
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
-    work, predictor = subject_of(arguments).work_on(device), load_predictor()
+    work, predictor = subject_of(arguments)(device), load_predictor()
     graph = work.graph
     prediction, phases = work.predict(predictor, device)
     limits = [limit for limit in budget.limits(prediction, device) if getattr(arguments, f"max_{limit.quantity}") is not None]
@@ -104,9 +104,9 @@ def budget_of(*, memory: str | None, **others: str | None) -> Budget:
 
 def alias_notes(name: str, device: Device) -> list[str]:
     """Return a sentence on the card that a short name means, if other cards go by it too: "a100" fits four."""
-    from perfguard.devices.catalog import catalog, is_alias, is_short_for
+    from perfguard.devices.catalog import alias_of, catalog, is_short_for
 
-    if not is_alias(name):
+    if alias_of(name) is None:
         return []
     others = [id_ for id_, other in catalog().items() if is_short_for(name, other) and id_ != device.id]
     return others and [f"{name} is taken for {device.name} ({device.id}). Other cards of this name: {', '.join(others)}."]

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from perfguard.capture import Answer, DryRuns
 from perfguard.exceptions import CaptureError
@@ -24,49 +24,44 @@ MOST_SECONDS = 300.0
 """How long a dry run may take. A script reads its data anew each time, and the person who waits has Ctrl-C."""
 
 
-class Script(NamedTuple):
-    """A training script and the words that it gets."""
+def capture_script(path: str, words: Sequence[str], device: Device) -> CapturedTrial:
+    """Return what a training script with these words would run on ``device``. It runs in a process of its own.
 
-    path: str
-    words: Sequence[str]
+    Raises:
+        CaptureError: if the dry run does not show it. The message names the line where it ended.
+        TooLargeError: if a tensor of the script does not fit into any memory.
+    """
+    if "mlflow" in Path(path).read_text(errors="replace") and find_spec("mlflow"):
+        import mlflow  # noqa: F401  # a dry run silences what was imported before it
+    runs = DryRuns(lambda _: _run(path, words), device, most_seconds=MOST_SECONDS + 5)
+    try:
+        return runs.capture(_has_no_parameters)
+    except CaptureError as error:
+        text = str(error).replace("build=...", f"{path}:BUILD")  # an engine's words are those of Python
+        raise CaptureError(text.replace("The objective", path).replace("the objective", path)) from error
+    finally:
+        runs.close()
 
-    def capture(self, device: Device) -> CapturedTrial:
-        """Return what the script would run on ``device``. It runs in a process of its own.
 
-        Raises:
-            CaptureError: if the dry run does not show it. The message names the line where it ended.
-            TooLargeError: if a tensor of the script does not fit into any memory.
-        """
-        if "mlflow" in Path(self.path).read_text(errors="replace") and find_spec("mlflow"):
-            import mlflow  # noqa: F401  # a dry run silences what was imported before it
-        runs = DryRuns(lambda _: self._run(), device, most_seconds=MOST_SECONDS + 5)
-        try:
-            return runs.capture(_has_no_parameters)
-        except CaptureError as error:
-            text = str(error).replace("build=...", f"{self.path}:BUILD")  # an engine's words are those of Python
-            raise CaptureError(text.replace("The objective", self.path).replace("the objective", self.path)) from error
-        finally:
-            runs.close()
-
-    def _run(self) -> None:
-        """Run in the child. Ends well with the script's end, and with ``sys.exit(0)``."""
-        sys.argv = [self.path, *self.words]
-        sys.path.insert(0, str(Path(self.path).resolve().parent))
-        sys.dont_write_bytecode = True
-        signal.signal(signal.SIGALRM, _stop)  # before the process is killed, which could not name the line
-        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
-        said = io.StringIO()
-        said.fileno = lambda: 2  # type: ignore[method-assign]  # for faulthandler and others, which want a real file
-        try:
-            with redirect_stderr(said):
-                runpy.run_path(self.path, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):  # argparse has said why
-                words = end.code if isinstance(end.code, str) else (said.getvalue().strip().splitlines() or [""])[-1]
-                status = f"status {end.code if isinstance(end.code, int) else 1}: {words}"
-                raise ExitError(status).with_traceback(end.__traceback__) from None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+def _run(path: str, words: Sequence[str]) -> None:
+    """Run in the child. Ends well with the script's end, and with ``sys.exit(0)``."""
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.dont_write_bytecode = True
+    signal.signal(signal.SIGALRM, _stop)  # before the process is killed, which could not name the line
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    said = io.StringIO()
+    said.fileno = lambda: 2  # type: ignore[method-assign]  # for faulthandler and others, which want a real file
+    try:
+        with redirect_stderr(said):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):  # argparse has said why
+            words_of_end = end.code if isinstance(end.code, str) else (said.getvalue().strip().splitlines() or [""])[-1]
+            status = f"status {end.code if isinstance(end.code, int) else 1}: {words_of_end}"
+            raise ExitError(status).with_traceback(end.__traceback__) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class ExitError(Exception):

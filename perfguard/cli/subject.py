@@ -9,17 +9,28 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from perfguard.cli.script import Script
+from perfguard.cli.script import capture_script
 from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
-from perfguard.workload import Build, Mode, Precision, Tf32, Workload, build_workload, is_missing_parameter
+from perfguard.workload import (
+    Build,
+    Mode,
+    Precision,
+    Tf32,
+    WatchedParams,
+    Workload,
+    build_workload,
+    did_you_mean,
+    is_missing_parameter,
+)
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -140,10 +151,6 @@ def check_subject(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"There is no file {path!r}.")
 
 
-STEP = "a training step"
-"""The phase that a trial has always."""
-
-
 class Work(NamedTuple):
     """What a subject runs on one device."""
 
@@ -161,65 +168,57 @@ class Work(NamedTuple):
     def predict(self, predictor: Predictor, device: Device) -> tuple[Prediction, dict[str, Estimate]]:
         """Return the prediction, and the peak memory of each phase, largest first."""
         step = predictor.predict(self.graph, device, steps=self.steps)
-        found = {STEP: step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
+        found = {"a training step": step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
         order = sorted(found, key=lambda name: -found[name].peak_memory.median)
         return step.with_memory_of(found[order[0]]), {name: found[name].peak_memory for name in order}
 
 
-class Subject(NamedTuple):
-    """A script, an ONNX file, or the workload that the user's function builds."""
+def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:
+    """Return what the script, file or workload that a command's words name runs, as a function of the device.
 
-    network: Script | str | Workload
-    steps: int | None
-    """Steps of the whole trial, as stated. None: they are not."""
-    options: dict[str, Any]
-    """How an ONNX file is read. The others have none."""
-    params: ReadParams
+    Call :func:`check_subject` before.
+    """
+    from perfguard.predictor import graph_of
 
-    def work_on(self, device: Device) -> Work:
-        """Return what the subject runs on ``device``."""
-        from perfguard.predictor import graph_of
-
-        if isinstance(self.network, Script):
-            seen = self.network.capture(device)
-            notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
-            steps = self.steps or seen.steps
-            notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
-            return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
-        graph = graph_of(self.network, device, **self.options)
-        self.params.refuse_unread()
-        if isinstance(self.network, str):
-            return Work(graph, self.steps)
-        return Work(graph, self.steps, self._notes(self.network), self.network.steps_per_epoch)
-
-    @staticmethod
-    def _notes(workload: Workload) -> list[str]:
-        from torch import nn
-
-        notes = []
-        if workload.mode == "train" and workload.optimizer is None and workload.step is None:
-            notes.append(
-                "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
-            )
-        if any(isinstance(module, nn.DataParallel) for module in workload.model.modules()):
-            notes.append("DataParallel is judged as one module, with the whole batch on one GPU. Several GPUs are not modelled.")
-        return notes
-
-
-def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return the network, script or workload that a command's words name. Call :func:`check_subject` before."""
     if _is_script(arguments):
-        return Subject(Script(arguments.source, arguments.words), arguments.steps, {}, ReadParams())
+        return functools.partial(_work_of_script, arguments)
     if is_onnx(arguments):
         options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}
-        return Subject(arguments.source, arguments.steps, options | {"dims": dict(arguments.dim)}, ReadParams())
-    params = ReadParams(arguments.set)
-    if arguments.batch_size is not None:
-        params["batch_size"] = arguments.batch_size
+        options["dims"] = dict(arguments.dim)
+        return lambda device: Work(graph_of(arguments.source, device, **options), arguments.steps)
+    batch = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
+    params = WatchedParams(dict(arguments.set) | batch)
     workload = _built(load_build(arguments.source), params)
     changes = {name: value for name in ("mode", "precision", "tf32", "steps") if (value := getattr(arguments, name)) is not None}
     workload = dataclasses.replace(workload, **changes)
-    return Subject(workload, workload.steps, {}, params)
+
+    def work_on(device: Device) -> Work:
+        graph = graph_of(workload, device)
+        _refuse_unread(params)  # now, because the loss may read some
+        return Work(graph, workload.steps, _notes(workload), workload.steps_per_epoch)
+
+    return work_on
+
+
+def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
+    seen = capture_script(arguments.source, arguments.words, device)
+    notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
+    steps = arguments.steps or seen.steps
+    notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
+    return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
+
+
+def _notes(workload: Workload) -> list[str]:
+    from torch import nn
+
+    notes = []
+    if workload.mode == "train" and workload.optimizer is None and workload.step is None:
+        notes.append(
+            "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
+        )
+    if any(isinstance(module, nn.DataParallel) for module in workload.model.modules()):
+        notes.append("DataParallel is judged as one module, with the whole batch on one GPU. Several GPUs are not modelled.")
+    return notes
 
 
 def load_build(source: str) -> Build:
@@ -243,72 +242,38 @@ def load_build(source: str) -> Build:
             if callable(value) and not isinstance(value, type) and getattr(value, "__module__", None) == module_name
         ]
         raise ConfigurationError(
-            f"{path} has no function {name!r}{_did_you_mean(name, own)}. Its functions: {', '.join(own) or 'none'}."
+            f"{path} has no function {name!r}{did_you_mean(name, own, cutoff=0.6)}. Its functions: {', '.join(own) or 'none'}."
         )
     return build  # type: ignore[no-any-return]
 
 
-def _built(build: Build, params: ReadParams) -> Workload:
+def _built(build: Build, params: WatchedParams) -> Workload:
     try:
         return build_workload(build, params)
     except KeyError as error:
         if not is_missing_parameter(error, params):
             raise
         name = error.args[0]
-        near = difflib.get_close_matches(name, params.unread(), n=1)
+        near = difflib.get_close_matches(name, _unread(params), n=1)
         instead = f" instead of --set {near[0]}, which build never reads" if near else ""
         raise ConfigurationError(f"build needs the hyperparameter {name!r}: add --set {name}=VALUE{instead}.") from error
     except WorkloadError as error:
         # A word where a number is meant is wrong usage, and not a step that cannot be predicted: a script must not go on.
-        words = [f"--set {name}={value}" for name, value in dict.items(params) if isinstance(value, str) and name in params.read]
+        words = [f"--set {name}={value}" for name, value in params.used.items() if isinstance(value, str)]
         if words and (type(error) is WorkloadError or isinstance(error.__cause__, (TypeError, ValueError))):
             raise ConfigurationError(f"{error} Is {' and '.join(words)} right?") from error
         raise
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def _refuse_unread(params: WatchedParams) -> None:
+    """Raise for a name that nothing has read, so that a typo cannot give the answer for another network."""
+    reads = sorted(params.used.keys() | params.missing)
+    for name in _unread(params):
+        word = "--batch-size" if name == "batch_size" else f"--set {name}"
+        known = f"It reads: {', '.join(reads)}." if reads else "It reads none."
+        near = did_you_mean(name, reads, cutoff=0.6)
+        raise ConfigurationError(f"{word} has no effect: build never reads params[{name!r}]{near}. {known}")
 
 
-def _reads_one(method: Callable[..., Any]) -> Any:
-    def read(self: ReadParams, name: str, *default: Any) -> Any:
-        self.read.add(name)
-        return method(self, name, *default)
-
-    return read
-
-
-def _reads_all(method: Callable[..., Any]) -> Any:
-    def read(self: ReadParams, *arguments: Any) -> Any:
-        self.read.update(dict.keys(self))
-        return method(self, *arguments)
-
-    return read
-
-
-class ReadParams(dict[str, Any]):
-    """Hyperparameters that note which of them are read. Whoever copies or unpacks them may read all of them."""
-
-    __getitem__, __contains__ = _reads_one(dict.__getitem__), _reads_one(dict.__contains__)
-    get, pop, setdefault = _reads_one(dict.get), _reads_one(dict.pop), _reads_one(dict.setdefault)
-    __iter__, keys, values, items = (_reads_all(method) for method in (dict.__iter__, dict.keys, dict.values, dict.items))
-    copy, __or__, __ror__ = _reads_all(dict.copy), _reads_all(dict.__or__), _reads_all(dict.__ror__)
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.read: set[str] = set()
-        """Names that were asked for, whether they are there or not."""
-
-    def unread(self) -> list[str]:
-        """Return the names that nothing has read."""
-        return [name for name in dict.keys(self) if name not in self.read]
-
-    def refuse_unread(self) -> None:
-        """Raise for a name that nothing has read, so that a typo cannot give the answer for another network."""
-        for name in self.unread():
-            reads = sorted(self.read)
-            word = "--batch-size" if name == "batch_size" else f"--set {name}"
-            known = f"It reads: {', '.join(reads)}." if reads else "It reads none."
-            near = _did_you_mean(name, reads)
-            raise ConfigurationError(f"{word} has no effect: build never reads params[{name!r}]{near}. {known}")
+def _unread(params: WatchedParams) -> list[str]:
+    return [name for name in params.given if name not in params.used]

@@ -86,6 +86,7 @@ USABLE_MEMORY = 0.975
 """CUDA's total memory is 0.5 to 2.5% below the nominal size on the catalog's cards: the driver keeps the rest."""
 
 
+@functools.cache
 def catalog() -> Mapping[str, Device]:
     """Every GPU that PerfGuard knows, by id, in the order of the file. The rates are dense.
 
@@ -93,10 +94,15 @@ def catalog() -> Mapping[str, Device]:
         >>> catalog()["a100-pcie-40gb"].num_sms
         108
     """
-    return _devices()
+    devices = {}
+    for row in _file()["devices"]:
+        fields = {name: value for name, value in row.items() if name not in ("nvml_name", "memory_gb")}
+        assumed = {"memory_bytes": int(USABLE_MEMORY * row["memory_gb"] * 2**30), **_file()["architectures"][row["architecture"]]}
+        devices[row["id"]] = Device(kind="cuda", **(assumed | fields))
+    return MappingProxyType(devices)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def aliases() -> Mapping[str, str]:
     """Short names and the ids they stand for.
 
@@ -118,7 +124,11 @@ def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
     """
     card, _, profile = name.replace("/", ":").partition(":")
     if profile:
-        return _instance(card, profile)
+        whole = _by_key().get(_key(card))
+        try:
+            return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
+        except UnknownDeviceError:
+            return None
     device = _by_key().get(_key(name))
     if device is None or memory_bytes is None:
         return device
@@ -148,17 +158,9 @@ def find(name: str) -> Device:
     )
 
 
-def _instance(card: str, profile: str) -> Device | None:
-    whole = _by_key().get(_key(card))
-    try:
-        return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
-    except UnknownDeviceError:
-        return None
-
-
-def is_alias(name: str) -> bool:
-    """Return whether ``name`` is a short name, which may fit several cards."""
-    return _alias(name) is not None
+def alias_of(name: str) -> str | None:
+    """Return the short name, which may fit several cards, as the catalog spells it. None: ``name`` is no short name."""
+    return next((alias for alias in aliases() if same_name(alias, name)), None)
 
 
 def is_short_for(name: str, device: Device) -> bool:
@@ -166,7 +168,7 @@ def is_short_for(name: str, device: Device) -> bool:
 
     The alias "a100" fits every A100. A name that the driver gives to cards of several sizes fits each size.
     """
-    alias = _alias(name)
+    alias = alias_of(name)
     if alias is not None and set(alias.split("-")) <= set(re.split("[-:]", device.id)):
         return True
     named, nvml_names = look_up(name), _nvml_names()
@@ -180,40 +182,22 @@ def same_name(one: str, other: str) -> bool:
     return _key(one) == _key(other)
 
 
-def _alias(name: str) -> str | None:
-    """The alias that ``name`` is, as the catalog spells it."""
-    return next((alias for alias in aliases() if _key(alias) == _key(name)), None)
-
-
 def _key(name: str) -> str:
     return re.sub(r"^(nvidia|tesla|geforce)+", "", re.sub(r"[\s_-]+", "", name.lower()))
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _file() -> Any:
     return json.loads(resources.files("perfguard.devices").joinpath("catalog.json").read_text(encoding="utf-8"))
 
 
-@functools.lru_cache(maxsize=1)
-def _devices() -> Mapping[str, Device]:
-    devices = {}
-    for row in _file()["devices"]:
-        fields = {name: value for name, value in row.items() if name not in ("nvml_name", "memory_gb")}
-        defaults = {
-            "memory_bytes": int(USABLE_MEMORY * row["memory_gb"] * 2**30),
-            **_file()["architectures"][row["architecture"]],
-        }
-        devices[row["id"]] = Device(kind="cuda", **(defaults | fields))
-    return MappingProxyType(devices)
-
-
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _nvml_names() -> dict[str, str]:
     """NVML names by device id. Cards of several sizes may share one."""
     return {row["id"]: row["nvml_name"] for row in _file()["devices"]}
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _by_key() -> Mapping[str, Device]:
     first = {nvml_name: id_ for id_, nvml_name in reversed(_nvml_names().items())}  # the first of each name stays
     names = first | dict(aliases()) | {id_: id_ for id_ in catalog()}

@@ -7,7 +7,7 @@ import importlib
 import os
 import platform
 import re
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,8 +83,10 @@ def visible_gpu(*, nvml: Any = None) -> Device | None:
     Args:
         nvml: stands in for the module ``pynvml``.
     """
-    first = _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return None if first is None else detect_gpu(first, nvml=nvml)
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()  # an index or a UUID
+    if not first or first.startswith("-"):  # which hides all
+        return None
+    return detect_gpu(int(first) if first.isdecimal() else first, nvml=nvml)
 
 
 def detect_gpu(index: int | str = 0, *, nvml: Any = None) -> Device | None:
@@ -113,16 +115,6 @@ def detect_gpu(index: int | str = 0, *, nvml: Any = None) -> Device | None:
         return None
     finally:
         nvml.nvmlShutdown()
-
-
-def _first_visible(cuda_visible_devices: str | None) -> int | str | None:
-    """The first GPU in ``CUDA_VISIBLE_DEVICES``: index or UUID; None if it hides all."""
-    if cuda_visible_devices is None:
-        return 0
-    first = cuda_visible_devices.split(",")[0].strip()
-    if not first or first.startswith("-"):
-        return None
-    return int(first) if first.isdecimal() else first
 
 
 def _describe(nvml: Any, handle: Any) -> Device:
@@ -159,13 +151,17 @@ def _from_nvml(nvml: Any, handle: Any, name: str, memory_bytes: int) -> Device:
     memory_clock_mhz = read(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM), 0)
     bus_bits = read(lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle), 0)
     power_mw = read(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle), 0)
+    # The ratios to fp32 hold for the slowest cards of each generation (GeForce, and GTX 16 for Turing).
+    fp32 = 2 * cores * clock_hz
+    rates = {"fp32": fp32} | ({"fp16": 2 * fp32} if (major, minor) >= (7, 0) else {})
+    rates |= {"tf32": fp32, "bf16": 2 * fp32} if (major, minor) >= (8, 0) else {}
     return Device(
         id=id_of(name),
         name=name,
         kind="cuda",
         memory_bytes=memory_bytes,
         bandwidth_bytes_per_s=2 * memory_clock_mhz * 1e6 * bus_bits / 8 or 200e9,  # two transfers per clock
-        peak_flops=_cautious_rates(2 * cores * clock_hz, (major, minor)),
+        peak_flops=rates,
         num_sms=max(1, cores // cores_per_sm),
         boost_clock_hz=clock_hz,
         l2_bytes=4 * 2**20,
@@ -177,17 +173,7 @@ def _from_nvml(nvml: Any, handle: Any, name: str, memory_bytes: int) -> Device:
     )
 
 
-def _cautious_rates(fp32: float, capability: tuple[int, int]) -> dict[str, float]:
-    """Peak FLOP/s with ratios to fp32 that hold for the slowest cards of each generation (GeForce, and GTX 16 for Turing)."""
-    rates = {"fp32": fp32}
-    if capability >= (7, 0):
-        rates |= {"fp16": 2 * fp32}
-    if capability >= (8, 0):
-        rates |= {"tf32": fp32, "bf16": 2 * fp32}
-    return rates
-
-
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def cpu() -> Device:
     """This machine's CPU: best of a few matrix products and copies with torch's current number of threads.
 
@@ -225,12 +211,7 @@ def cpu() -> Device:
 
 
 def _best_time(call: Callable[[], object]) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(15))
+    return min(timeit.repeat(call, number=1, repeat=15))
 
 
 def cpu_name() -> str:

@@ -64,10 +64,7 @@ def smallest_profile(device: Device, num_bytes: float) -> MigProfile | None:
     """The smallest MIG profile of ``device`` that holds ``num_bytes``; None if none does.
 
     DIPPM's rule (Panner Selvam and Brorsson 2023, equation 2), with what an instance really has instead of its nominal size.
-
-    Args:
-        device: a GPU of the catalog.
-        num_bytes: peak memory, the driver's context included; give an upper bound, such as a quantile, not a median.
+    Give an upper bound of the peak memory, such as a quantile, with the driver's context.
 
     Raises:
         ConfigurationError: for a device that MIG cannot split.
@@ -80,21 +77,17 @@ def smallest_profile(device: Device, num_bytes: float) -> MigProfile | None:
 
 
 def _profiles_of(device: Device, group: str) -> tuple[MigProfile, ...]:
-    return tuple(
-        MigProfile(name, compute_slices, memory_slices, _usable_bytes(device, memory_slices))
-        for name, compute_slices, memory_slices in _profiles(group).get(device.id, ())
-    )
-
-
-def _usable_bytes(device: Device, memory_slices: int) -> int:
     # An instance has a little less than its eighths: nvidia-smi lists 4.75 GiB for 1g.5gb (39.4 / 8 = 4.92) and 16 GiB for
     # 1g.18gb (139.8 / 8 = 17.5). We have no such card with MIG on to read all of them, so one cautious share stands for every
     # part.
-    usable = 0.98 if memory_slices == _MEMORY_SLICES else 0.9
-    return int(usable * device.memory_bytes * memory_slices / _MEMORY_SLICES)
+    def usable_bytes(slices: int) -> int:
+        return int((0.98 if slices == _MEMORY_SLICES else 0.9) * device.memory_bytes * slices / _MEMORY_SLICES)
+
+    found = _profiles(group).get(device.id, ())
+    return tuple(MigProfile(name, compute, memory, usable_bytes(memory)) for name, compute, memory in found)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def _profiles(group: str = "devices") -> Mapping[str, list[tuple[str, int, int]]]:
     text = resources.files("perfguard.devices").joinpath("mig.json").read_text(encoding="utf-8")
     devices: Mapping[str, list[tuple[str, int, int]]] = json.loads(text)[group]
@@ -128,10 +121,6 @@ def mig_instance(device: Device, profile: MigProfile) -> Device:
 def mps_share(device: Device, share: float) -> Device:
     """``device`` with ``share`` of its multiprocessors, as CUDA_MPS_ACTIVE_THREAD_PERCENTAGE gives; memory and bandwidth are
     those of the whole (LILOU, section 4).
-
-    Args:
-        device: one of NVIDIA's GPUs.
-        share: within (0, 1].
 
     Raises:
         ConfigurationError: for a share outside (0, 1], or for a CPU.

@@ -1,6 +1,6 @@
 """Measures the cost of trials."""
 
-from perfguard.measure.cpu import CpuProbe, PeakResidentSet
+from perfguard.measure.cpu import CpuProbe
 from perfguard.measure.gpu import GpuProbe
 from perfguard.measure.measurement import CUT_SHORT, NOT_A_NUMBER, Confidence, Measurement, Probe, RanOn, Reading, Status
 from perfguard.measure.run import Run, StepTimer, status_of
@@ -12,7 +12,6 @@ __all__ = [
     "CpuProbe",
     "GpuProbe",
     "Measurement",
-    "PeakResidentSet",
     "Probe",
     "RanOn",
     "Reading",

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from perfguard.measure.measurement import Confidence, CudaUse, Reading
+from perfguard.measure.measurement import CudaUse, Reading
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -19,7 +19,10 @@ _settled_bytes = 0
 
 
 class CpuProbe:
-    """A run on the processor: the resident set of this process. Notices a run that is on a GPU instead.
+    """A run on the processor: the peak of this process's resident set. Notices a run that is on a GPU instead.
+
+    On Linux the kernel keeps the peak (VmHWM), and a process may reset its own. Elsewhere a thread samples every 20 ms and may
+    miss short peaks. The reading's method says which.
 
     Args:
         cuda: stands in for the module ``torch.cuda``.
@@ -29,80 +32,50 @@ class CpuProbe:
         import torch
 
         self._use = CudaUse(torch.cuda if cuda is None else cuda)
-        self._memory = PeakResidentSet()
-        self._started = False
-
-    @property
-    def method(self) -> str:
-        return self._memory.method
-
-    def start(self) -> None:
-        try:
-            self._use.start()
-        except RuntimeError:
-            pass  # a GPU is lost
-        self._memory.start()
-        self._started = True
-
-    def stamp(self) -> None:
-        return None
-
-    def read(self) -> Reading:
-        if not self._started:
-            return Reading(self.method, ran_on=self._use.ran_on())
-        confidence: Confidence = "high" if self.method == "vmhwm" else "medium"
-        peak_bytes = self._memory.peak_bytes()
-        return Reading(self.method, peak_memory_bytes=peak_bytes, confidence=confidence, ran_on=self._use.ran_on())
-
-    def finish(self) -> Reading:
-        reading = self.read()
-        self._memory.stop()
-        return reading
-
-
-class PeakResidentSet:
-    """Peak of the resident set since :meth:`start`.
-
-    On Linux the kernel keeps the peak (VmHWM), and a process may reset its own. Elsewhere a thread samples every 20 ms and may
-    miss short peaks. ``method`` says which.
-    """
-
-    def __init__(self) -> None:
-        self.method = "vmhwm"
-        self._base_bytes = 0
+        self._base_bytes: int | None = None
+        """The resident set at the start. None: not started."""
         self._sampled_peak_bytes = 0
         self._stop = threading.Event()
         self._sampler: threading.Thread | None = None
+        """None: the kernel keeps the peak."""
 
     def start(self) -> None:
         """Return freed memory to the system, so that an earlier trial's leftovers do not count, and reset the peak."""
         global _settled_bytes
+        try:
+            self._use.start()
+        except RuntimeError:
+            pass  # a GPU is lost
         process = psutil.Process()
         _trim_heap()
         if abs(process.memory_info().rss - _settled_bytes) > 2**20:
             gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
             _trim_heap()
             _settled_bytes = process.memory_info().rss
-        self._base_bytes = process.memory_info().rss
-        if _reset_peak():
-            return
-        self.method = "rss-sampled"
-        self._sampled_peak_bytes = self._base_bytes
-        self._stop.clear()
-        self._sampler = threading.Thread(target=self._sample, name="perfguard-rss", daemon=True)
-        self._sampler.start()
+        self._base_bytes = self._sampled_peak_bytes = process.memory_info().rss
+        if not _reset_peak():
+            self._sampler = threading.Thread(target=self._sample, name="perfguard-rss", daemon=True)
+            self._sampler.start()
 
-    def peak_bytes(self) -> int:
-        """Bytes above the start's level; 0 if it never rose."""
-        peak = _high_water_mark() if self.method == "vmhwm" else self._sampled_peak_bytes
-        return max(0, peak - self._base_bytes)
+    def stamp(self) -> None:
+        return None
 
-    def stop(self) -> None:
-        """End the sampling thread, if there is one."""
+    def read(self) -> Reading:
+        ran_on = self._use.ran_on()
+        if self._base_bytes is None:
+            return Reading("vmhwm", ran_on=ran_on)
+        if self._sampler is not None:
+            grown = max(0, self._sampled_peak_bytes - self._base_bytes)
+            return Reading("rss-sampled", peak_memory_bytes=grown, confidence="medium", ran_on=ran_on)
+        grown = max(0, _high_water_mark() - self._base_bytes)
+        return Reading("vmhwm", peak_memory_bytes=grown, confidence="high", ran_on=ran_on)
+
+    def finish(self) -> Reading:
+        reading = self.read()
         self._stop.set()
         if self._sampler is not None:
             self._sampler.join()
-            self._sampler = None
+        return reading
 
     def _sample(self) -> None:
         process = psutil.Process()

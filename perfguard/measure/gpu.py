@@ -14,6 +14,7 @@ import os
 import statistics
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from perfguard.exceptions import why_not_imported
@@ -35,14 +36,16 @@ class GpuProbe:
     """Watches the CUDA device on which the run takes most memory, or the thread's current device if that is unknown.
 
     Never initialises CUDA: a trial that forks its own workers could not use it any more. Until the trial does, there is
-    nothing to measure.
+    nothing to measure. A thread samples the driver, of which every figure may be missing: no NVML, no permission, no such sensor,
+    a container that hides or renumbers processes, a GPU that falls off the bus. Whatever fails is left out of the reading and
+    named in its notes.
 
     Args:
         context_bytes: the driver's memory before the first tensor. The catalog has it.
         cuda: stands in for the module ``torch.cuda``.
         nvml: stands in for the module ``pynvml``.
         pid: this process, as NVML shows it.
-        interval_s: between two samples of the driver.
+        interval_s: between two samples of the driver. Memory outside the allocator that lives for less time is missed.
     """
 
     def __init__(
@@ -57,11 +60,32 @@ class GpuProbe:
         self._events_failed = False
         self._use = CudaUse(self._cuda)
         self._notes: list[str] = []
-        self._driver = NvmlProbe(self._uuid, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
-
-    @property
-    def method(self) -> str:
-        return "nvml+allocator"
+        # The driver, and what its samples have shown.
+        self._given = nvml
+        self._nvml: Any = None  # with an open session
+        self._pid = os.getpid() if pid is None else pid
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._sampler: threading.Thread | None = None
+        self._handle: Any = None
+        self._is_mig = False
+        self._over = False
+        self._refused: dict[str, str] = {}
+        """Note for each query that failed and is not repeated."""
+        self._driver: str | None = None
+        self._process_peak_bytes: int | None = None
+        """Largest sample of this process."""
+        self._process_overhead_bytes: int | None = None
+        """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
+        self._card_overhead_bytes: int | None = None
+        """Memory of the whole card (or MIG instance) outside PyTorch's allocator."""
+        self._sees_itself = False
+        self._num_others = 0
+        """Most processes that were seen beside this one."""
+        self._energy_mj: list[int] = []
+        self._utilisation: list[float] = []
+        self._clocks_mhz: list[int] = []
+        self._reasons: int | None = None
 
     def start(self) -> None:
         if not self._can_use_cuda:
@@ -76,7 +100,9 @@ class GpuProbe:
                 self._use.start()
         except RuntimeError as error:
             self._notes.append(f"CUDA's statistics could not be reset ({error})")
-        self._driver.start()
+        self._take()
+        self._sampler = threading.Thread(target=self._watch, name="perfguard-nvml", daemon=True)
+        self._sampler.start()
 
     def stamp(self) -> Any:
         try:
@@ -92,23 +118,11 @@ class GpuProbe:
             return None
 
     def read(self) -> Reading:
-        return self._read(is_end=False)
-
-    def finish(self) -> Reading:
-        return self._read(is_end=True)
-
-    def _read(self, *, is_end: bool) -> Reading:
         if not self._can_use_cuda:
             note = "this PyTorch has no CUDA, so the GPU's memory was not measured"
             return Reading("none", notes=(note,), ran_on=RanOn.without_cuda())
         try:
-            if not self._find_index() and self._cuda.is_initialized():
-                self._index = self._cuda.current_device()
-        except RuntimeError:
-            pass  # reported below
-        if is_end:
-            self._driver.finish()
-        try:
+            self._settle_index()
             if self._index is None:
                 return self._reading({}, None, "the trial did not use CUDA in this process")
             stats = self._cuda.memory_stats(self._index)
@@ -116,57 +130,62 @@ class GpuProbe:
         except RuntimeError as error:
             return self._reading({}, None, f"CUDA's statistics could not be read ({error})")
 
+    def finish(self) -> Reading:
+        with suppress(RuntimeError):  # the reading says so
+            self._settle_index()
+        self._stop.set()
+        if self._sampler is not None:
+            self._sampler.join()
+        if self._can_use_cuda:
+            self._take()
+        if self._nvml is not None:
+            with suppress(self._nvml.NVMLError):  # it is gone anyway
+                self._nvml.nvmlShutdown()
+            self._nvml = None
+        return self.read()
+
     def _find_index(self) -> bool:
         """Whether it is known by now which device the run uses."""
         if self._index is None and self._cuda.is_initialized():
             self._index = 0 if self._cuda.device_count() == 1 else self._use.index()
         return self._index is not None
 
-    def _uuid(self) -> str | None:
-        """What NVML knows the device by. It has another order of cards, and ignores CUDA_VISIBLE_DEVICES."""
-        # Of several devices the run's own thread finds out which, at the end of its first step: this is the sampling thread.
-        if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
-            self._index = 0
-        return None if self._index is None else str(self._cuda.get_device_properties(self._index).uuid)
-
-    def _reserved_bytes(self) -> int | None:
-        try:
-            # The nested figures come straight from the allocator; to flatten and sort them takes longer than all else here.
-            return int(self._cuda.memory_stats_as_nested_dict(self._index or 0)["reserved_bytes"]["all"]["current"])
-        except (RuntimeError, KeyError):
-            return None
+    def _settle_index(self) -> None:
+        """Take the current device where it is not known which one the run uses."""
+        if not self._find_index() and self._cuda.is_initialized():
+            self._index = self._cuda.current_device()
 
     def _overhead(self, stats: Mapping[str, Any]) -> _Overhead:
-        driver = self._driver
-        if driver.process_overhead_bytes is not None:
-            return _Overhead(driver.process_overhead_bytes, "nvml-process", "high")
-        if driver.card_overhead_bytes is not None:
+        if self._process_overhead_bytes is not None:
+            return _Overhead(self._process_overhead_bytes, "nvml-process", "high")
+        if self._card_overhead_bytes is not None and self._num_others == 0:
             note = "the context is estimated from the whole card's memory"
-            return _Overhead(driver.card_overhead_bytes, "nvml-card", "medium", note)
+            return _Overhead(self._card_overhead_bytes, "nvml-card", "medium", note)
         free, total = self._cuda.mem_get_info(self._index)
         beside = total - free - int(stats.get("reserved_bytes.all.current", 0))
         # More than two contexts beside PyTorch's memory are other processes'.
-        if driver.num_others == 0 and 0 < beside <= 2 * self._context_bytes:
+        if self._num_others == 0 and 0 < beside <= 2 * self._context_bytes:
             return _Overhead(beside, "cuda-card", "low", "the context is the whole card's memory less PyTorch's")
         return _Overhead(self._context_bytes, "catalog-context", "low", "the context is the catalog's figure")
 
     def _reading(self, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
-        driver = self._driver
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         before = self._use.before.get(self._index or 0, {})
         retries = stats.get("num_alloc_retries")
-        words = [*self._notes, *driver.notes(), *notes]
+        words = [*self._notes, *self._driver_notes(), *notes]
         left_mib = int(before.get("allocated_bytes.all.current", 0)) / 2**20
         if left_mib > 64:  # a model that is kept for the next trial, and not the few blocks of a library
             words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
         method, peak, confidence = "none", None, None
         if overhead is not None and reserved is not None:
-            peak = max(reserved + overhead.num_bytes, driver.process_peak_bytes or 0)
+            peak = max(reserved + overhead.num_bytes, self._process_peak_bytes or 0)
             method, confidence = f"{overhead.source}+allocator", overhead.confidence
             words += [overhead.note] if overhead.note else []
-        elif driver.process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
-            method, peak, confidence = "nvml-process", driver.process_peak_bytes, "medium"
+        elif self._process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
+            method, peak, confidence = "nvml-process", self._process_peak_bytes, "medium"
             words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
+        is_alone = self._num_others == 0
+        energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and is_alone else -1
         return Reading(
             method,
             peak_memory_bytes=peak,
@@ -176,123 +195,52 @@ class GpuProbe:
             confidence=confidence,
             notes=tuple(words),
             ran_on=self._use.ran_on(),
-            **driver.sensors(),
+            sm_utilisation=statistics.fmean(self._utilisation) if self._utilisation and is_alone else None,
+            energy_j=energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
+            sm_clock_hz=statistics.fmean(self._clocks_mhz) * 1e6 if self._clocks_mhz else None,
+            throttled=None if self._reasons is None else _throttle_text(self._reasons),
+            driver=self._driver,
         )
 
+    # --- The driver -------------------------------------------------------------------------------------------------------------
 
-class NvmlProbe:
-    """Samples what the driver says of one GPU, in a thread, from :meth:`start` to :meth:`finish`.
-
-    Every figure may be missing. There may be no NVML, no permission or no such sensor (NOT_SUPPORTED). A container may hide or
-    renumber the processes, and a GPU may fall off the bus. Whatever fails is left out of the reading and named in its notes.
-
-    Args:
-        uuid: returns the GPU's UUID. None: it is not known yet which GPU it is. It is called at each sample until it is.
-        reserved_bytes: returns the bytes that PyTorch's allocator holds now. None: they are unknown.
-        nvml: stands in for the module ``pynvml``.
-        pid: this process.
-        interval_s: between two samples. Memory that lives for less time is missed, but the allocator's own peak is exact.
-    """
-
-    def __init__(
-        self,
-        uuid: Callable[[], str | None],
-        reserved_bytes: Callable[[], int | None],
-        *,
-        nvml: Any = None,
-        pid: int | None = None,
-        interval_s: float = 0.1,
-    ) -> None:
-        self._uuid = uuid
-        self._reserved_bytes = reserved_bytes
-        self._given = nvml
-        self._nvml: Any = None  # with an open session
-        self._pid = os.getpid() if pid is None else pid
-        self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._sampler: threading.Thread | None = None
-        self._handle: Any = None
-        self._is_mig = False
-        self._over = False
-        self._refused: dict[str, str] = {}
-        """Note for each query that failed and is not repeated."""
-        self._driver: str | None = None
-        self.process_peak_bytes: int | None = None
-        """Largest sample of this process."""
-        self.process_overhead_bytes: int | None = None
-        """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
-        self._card_overhead_bytes: int | None = None
-        self._sees_itself = False
-        self.num_others = 0
-        """Most processes that were seen beside this one."""
-        self._energy_mj: list[int] = []
-        self._utilisation: list[float] = []
-        self._clocks_mhz: list[int] = []
-        self._reasons: int | None = None
-
-    def start(self) -> None:
-        """Take the first sample now and the others in a thread."""
-        self._take()
-        self._sampler = threading.Thread(target=self._watch, name="perfguard-nvml", daemon=True)
-        self._sampler.start()
-
-    @property
-    def card_overhead_bytes(self) -> int | None:
-        """Memory of the whole card (or MIG instance) outside PyTorch's allocator; None if other processes were on it."""
-        return self._card_overhead_bytes if self.num_others == 0 else None
-
-    def finish(self) -> None:
-        """Take the last sample and end the session."""
-        self._stop.set()
-        if self._sampler is not None:
-            self._sampler.join()
-            self._sampler = None
-        self._take()
-        if self._nvml is not None:
-            try:
-                self._nvml.nvmlShutdown()
-            except self._nvml.NVMLError:
-                pass  # it is gone anyway
-            self._nvml = None
-
-    def notes(self) -> list[str]:
+    def _driver_notes(self) -> list[str]:
         """What is missing so far, and why."""
         notes = list(self._refused.values())
-        if self.num_others:
-            notes.append(f"{self.num_others} other processes used the GPU, so its energy and utilisation cannot be attributed")
+        if self._num_others:
+            notes.append(f"{self._num_others} other processes used the GPU, so its energy and utilisation cannot be attributed")
         if self._handle is not None and not self._sees_itself and "processes" not in self._refused and not self._over:
             notes.append("NVML does not show this process by its id (a container?)")
         if self._is_mig:
             notes.append("on a MIG instance, energy, clocks and utilisation are the whole card's and are left out")
         return notes
 
-    def sensors(self) -> dict[str, Any]:
-        """Summary of the samples so far, by the fields of a Reading."""
-        alone = self.num_others == 0
-        energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and alone else -1
-        utilisation = self._utilisation if alone else []
-        return {
-            "sm_utilisation": statistics.fmean(utilisation) if utilisation else None,
-            "energy_j": energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
-            "sm_clock_hz": statistics.fmean(self._clocks_mhz) * 1e6 if self._clocks_mhz else None,
-            "throttled": None if self._reasons is None else _throttle_text(self._reasons),
-            "driver": self._driver,
-        }
-
     def _watch(self) -> None:
         while not self._over and not self._stop.wait(self._interval_s):
             self._take()
 
     def _take(self) -> None:
+        """Take a sample, if it is known which GPU it is."""
         if self._over:
             return
         try:
-            if self._handle is None and (uuid := self._uuid()) is not None and self._open():
-                self._handle = self._find(uuid)
+            # Of several devices the run's own thread finds out which, at the end of its first step: this may be the sampler's.
+            if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
+                self._index = 0
+            if self._handle is None and self._index is not None and self._open():
+                # NVML has another order of cards, and ignores CUDA_VISIBLE_DEVICES.
+                self._handle = self._find(str(self._cuda.get_device_properties(self._index).uuid))
             if self._handle is not None:
                 self._sample(self._nvml, self._handle)
         except Exception as error:  # whatever a driver does, the trial goes on
             self._give_up(f"NVML failed ({type(error).__name__}: {error})")
+
+    def _reserved_bytes(self) -> int | None:
+        try:
+            # The nested figures come straight from the allocator; to flatten and sort them takes longer than all else here.
+            return int(self._cuda.memory_stats_as_nested_dict(self._index or 0)["reserved_bytes"]["all"]["current"])
+        except (RuntimeError, KeyError):
+            return None
 
     def _open(self) -> bool:
         if self._nvml is not None:
@@ -356,12 +304,12 @@ class NvmlProbe:
         self._sees_itself |= bool(own)
         # In another namespace of process ids one of the strangers is this process.
         num_others = len(processes) - (1 if self._sees_itself else min(1, len(processes)))
-        self.num_others = max(self.num_others, num_others)
+        self._num_others = max(self._num_others, num_others)
         if own:
             used = int(own[0].usedGpuMemory)
-            self.process_peak_bytes = max(self.process_peak_bytes or 0, used)
+            self._process_peak_bytes = max(self._process_peak_bytes or 0, used)
             if reserved is not None:
-                self.process_overhead_bytes = max(self.process_overhead_bytes or 0, used - reserved)
+                self._process_overhead_bytes = max(self._process_overhead_bytes or 0, used - reserved)
         if memory is not None and reserved is not None:
             self._card_overhead_bytes = max(self._card_overhead_bytes or 0, int(memory.used) - reserved)
 

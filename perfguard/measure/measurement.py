@@ -71,11 +71,13 @@ class Measurement:
     """Name of the machine that ran it."""
 
     def __post_init__(self) -> None:
-        if self.status not in get_args(Status):
-            raise ConfigurationError(f"Measurement.status must be one of {', '.join(get_args(Status))}, but got {self.status!r}.")
-        if self.confidence is not None and self.confidence not in get_args(Confidence):
-            allowed = ", ".join(get_args(Confidence))
-            raise ConfigurationError(f"Measurement.confidence must be one of {allowed} or None, but got {self.confidence!r}.")
+        for name, value, allowed in (
+            ("status", self.status, get_args(Status)),
+            ("confidence", self.confidence, (*get_args(Confidence), None)),
+        ):
+            if value not in allowed:
+                known = ", ".join(map(str, allowed))
+                raise ConfigurationError(f"Measurement.{name} must be one of {known}, but got {value!r}.")
 
     def is_of(self, device: Device) -> bool:
         """Return whether this is a reading of ``device``: whether the run really used it, and not another card or the processor.
@@ -150,11 +152,7 @@ class RanOn:
 
 
 class CudaUse:
-    """Detects on which CUDA device tensors were made since the start. Never initialises CUDA.
-
-    Args:
-        cuda: stands in for the module ``torch.cuda``.
-    """
+    """Detects on which CUDA device tensors were made since the start. Never initialises ``cuda``, which is torch.cuda."""
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
@@ -232,10 +230,6 @@ class Reading:
 
 class Probe(Protocol):
     """Watches one device for the length of one run. Its calls never raise for what the hardware or the driver does."""
-
-    @property
-    def method(self) -> str:
-        """Method of the memory reading."""
 
     def start(self) -> None:
         """Forget what was before, and begin to watch."""

@@ -65,10 +65,10 @@ class Run:
 
     def start(self) -> Run:
         """Begin; the calling thread's optimizer steps are this run's from now on."""
-        _install_optimizer_hook()
         _load_kernels()
         self._thread = threading.get_ident()
         with _lock:
+            _install_optimizer_hook()
             alive = {thread.ident for thread in threading.enumerate()}
             for thread in [thread for thread in _active if thread not in alive]:
                 del _active[thread]  # its thread ended without finishing it
@@ -195,28 +195,18 @@ def status_of(error: BaseException | None) -> Status:
         return "ok"
     if not isinstance(error, Exception):
         return "failed" if isinstance(error, SystemExit) and error.code else "interrupted"
-    signs = (
-        "out of memory",
-        "can't allocate memory",
-        "std::bad_alloc",
-        "status_alloc_failed",
-    )  # the last is cuBLAS's and cuDNN's
+    # The last sign is cuBLAS's and cuDNN's.
+    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "status_alloc_failed")
     is_oom = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
     return "oom" if is_oom else "failed"
 
 
-_has_hook = False
-
-
+@functools.cache
 def _install_optimizer_hook() -> None:
-    """Let every optimizer of the process mark a step, once: a second hook would count each step twice."""
-    global _has_hook
+    """Let every optimizer of the process mark a step. The caller holds the lock: a second hook would count each step twice."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    with _lock:
-        if not _has_hook:
-            register_optimizer_step_post_hook(_after_optimizer_step)
-        _has_hook = True
+    register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 @functools.cache
@@ -257,10 +247,7 @@ class StepTimer:
     processor's back, both are taken on the device: what it computes while the processor waits for data is no wait.
 
     The rule for the warm-up: the first step has no beginning and does not count; nor do the first tenth of the other steps, at
-    most ten. The median of what is left.
-
-    Args:
-        stamp: a point in time on the device, or None; see ``Probe.stamp``.
+    most ten. The median of what is left. ``stamp`` is that of the Probe.
     """
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
@@ -294,8 +281,7 @@ class StepTimer:
     @property
     def durations_s(self) -> list[float]:
         """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done."""
-        while self._pending and (self._pending[0].stamp is None or self._has_passed()):
-            self._fold(self._pending.popleft())
+        self._fold_passed()
         return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]
 
     def catch_up(self) -> None:
@@ -320,14 +306,19 @@ class StepTimer:
     def _mark(self, label: _Label) -> float:
         mark = _Mark(label, time.perf_counter(), self._stamp())
         self._pending.append(mark)
-        # A device's marks are only known once it gets there; a long run must not keep all of them.
-        while self._pending and (self._pending[0].stamp is None or (len(self._pending) > 256 and self._has_passed())):
-            self._fold(self._pending.popleft())
+        if mark.stamp is None or len(self._pending) > 256:  # a long run must not keep all marks of a device
+            self._fold_passed()
         return mark.at_s
 
-    def _has_passed(self) -> bool:
+    def _fold_passed(self) -> None:
+        """Fold the marks that the device has reached."""
+        while self._pending and ((stamp := self._pending[0].stamp) is None or self._has_passed(stamp)):
+            self._fold(self._pending.popleft())
+
+    @staticmethod
+    def _has_passed(stamp: Any) -> bool:
         try:
-            return bool(self._pending[0].stamp.query())
+            return bool(stamp.query())
         except RuntimeError:
             return True  # a lost device; _seconds will see it too
 

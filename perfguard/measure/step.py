@@ -76,11 +76,7 @@ def step_of(workload: Workload, *, high: int = 2) -> Callable[[], None]:
 def run_steps(step: Callable[[], None], run: Run, *, seconds: float, synchronize: Callable[[], object]) -> int:
     """Warm up, mark steps of ``run`` for about ``seconds``, at least 4 and at most 200, and return their number.
 
-    Args:
-        step: as :func:`step_of` makes it.
-        run: the running Run.
-        seconds: of the steps that count.
-        synchronize: waits until the device has done all that was launched.
+    ``synchronize`` waits until the device has done all that was launched.
     """
     # The first makes the optimizer's state and chooses algorithms, the second finds the cache as the first left it.
     for _ in range(3):

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from perfguard import Device, Estimate, Measurement, MeasurementStore, OpGraph, Prediction, TensorSpec, Workload, trace
+from perfguard import Estimate, Measurement, MeasurementStore, OpGraph, Prediction, TensorSpec, Workload, trace
 from perfguard.budget import Limit
 from perfguard.verdict import Verdict
+from tests.doubles import TOY_GPU
 
-DEVICE = Device(
-    id="toy",
-    name="Toy",
-    kind="cuda",
-    memory_bytes=2**30,
-    bandwidth_bytes_per_s=1e11,
-    peak_flops={"fp32": 1e12, "fp16": 4e12},
-    num_sms=8,
-    boost_clock_hz=1e9,
-    l2_bytes=2**20,
-    tdp_w=50.0,
-    architecture="toy",
-    context_bytes=2**28,
-    launch_overhead_s=5e-6,
-    source="made up",
-)
+DEVICE = replace(TOY_GPU, context_bytes=2**28)
 CPU = replace(DEVICE, id="cpu", name="A processor", kind="cpu", context_bytes=0, source="measured on this machine")
-PREDICTION = Prediction(
-    peak_memory=Estimate(1000.0, 0.1),
-    step_time=Estimate(0.25, 0.2),
-    total_time=Estimate(25.0, 0.2),
-    predictor="double-1",
-    device_id="toy",
-    trained_on_device=True,
-)
+PREDICTION = Prediction(Estimate(1000.0, 0.1), Estimate(0.25, 0.2), Estimate(25.0, 0.2), "double-1", "toy", True)
 LIMITS = (Limit("memory", 2000.0, PREDICTION.peak_memory), Limit("step_time", 1.0, PREDICTION.step_time))
 LAUNCHED = Verdict.of(PREDICTION, LIMITS, accepted=0.05)
 PRUNED = Verdict.of(PREDICTION, [Limit("memory", 500.0, PREDICTION.peak_memory)], accepted=0.05)
@@ -75,3 +58,23 @@ def record(store: MeasurementStore, trial: int | None = 0, verdict: Verdict = UN
     """Log a decision that differs from the plainest one by ``changes``."""
     arguments: dict[str, Any] = {"study": "s", "graph": None, "device": None, "params": {}}
     return store.record_decision(verdict, trial=trial, **(arguments | changes))
+
+
+def trials(path: Path) -> list[int | None]:
+    """The numbers of the trials in the log."""
+    with MeasurementStore(path) as store:
+        return [trial.number for trial in store.records()]
+
+
+def beside(folder: Path) -> list[Path]:
+    """The files of rows that wait beside a log."""
+    return list(folder.glob("*.rows.jsonl"))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another program holds the log."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+        connection.execute("ROLLBACK")

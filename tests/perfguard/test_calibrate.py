@@ -1,33 +1,22 @@
-"""A calibration runs PerfGuard's own steps for real, the least known first, and leaves them to every guard of the device."""
+"""A calibration runs PerfGuard's own steps for real, and leaves them to every guard of the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from perfguard import Device, Estimate, Guard, MeasurementStore, OpGraph, Prediction, resolve_device
+from perfguard import Device, Guard, MeasurementStore, resolve_device
 from perfguard import calibrate as module
-from perfguard.calibrate import CalibrationStep, build, calibrate, candidates
+from perfguard.calibrate import build, calibrate, candidates
 from perfguard.exceptions import MeasuringError
 from perfguard.learning import CALIBRATION
 from perfguard.measure.step import run_steps, step_of
+from perfguard.record import TrialRecord
 from tests.doubles import TOY_CPU, ReplayPredictor
-
-WIDTHS = (8, 16, 32)
-
-
-class ByHeart(ReplayPredictor):
-    """A double that knows the time of the steps that it has learnt, and is less sure of larger ones than of smaller ones."""
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        known = [run.measured("time") for run in self.learnt if run.graph.content_hash == graph.content_hash]
-        time = Estimate(known[-1] or 0.01, 0.001) if known else Estimate(0.01, 1e-6 * graph.peak_live_bytes)
-        return replace(super().predict(graph, device, steps=steps), step_time=time)
 
 
 @pytest.fixture
@@ -39,36 +28,19 @@ def log() -> MeasurementStore:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three small steps of few repetitions."""
     params = {"network": "perceptron", "batch_size": 2, "mode": "train", "precision": "fp32"}
-    monkeypatch.setattr(module, "candidates", lambda device: [params | {"width": width} for width in WIDTHS])
+    monkeypatch.setattr(module, "candidates", lambda device: [params | {"width": width} for width in (8, 16, 32)])
     monkeypatch.setattr(module, "run_steps", lambda *args, **named: run_steps(*args, **(named | {"seconds": 0.0})))
 
 
-def run_widths(steps: Sequence[CalibrationStep]) -> list[int]:
-    return [step.params["width"] for step in steps if step.after]
+def run_widths(records: Sequence[TrialRecord]) -> set[int]:
+    return {record.params["width"] for record in records if record.status == "ok"}
 
 
 def test_calibration_is_a_study_from_which_other_studies_learn(log: MeasurementStore) -> None:
-    steps = calibrate(TOY_CPU, log, predictor=ByHeart())
-    assert run_widths(steps) == list(WIDTHS)
-    records = log.records()
-    assert {(record.study, record.status) for record in records} == {(CALIBRATION, "ok")}
-    by_number = sorted((record.number, record.params["width"]) for record in records)
-    assert by_number == [(0, 32), (1, 16), (2, 8)], "the first is the one from which most is learnt"
-    assert Guard(TOY_CPU, log=log, predictor=ByHeart()).num_learnt == 3
-
-
-def test_a_step_is_judged_by_the_runs_of_the_others(log: MeasurementStore) -> None:
-    calibrate(TOY_CPU, log, predictor=ByHeart())
-    again = calibrate(TOY_CPU, log, predictor=ByHeart())
-    for step in again:
-        assert step.before.step_time.median != 0.01, "the log had it"
-        assert step.after is not None
-        assert step.after.step_time.median == 0.01, "not known from itself, or from its earlier run"
-
-
-def test_a_trial_learns_no_overhead_from_calibration(log: MeasurementStore) -> None:
-    calibrate(TOY_CPU, log, predictor=ByHeart())
-    for run in log.observations(TOY_CPU):
+    assert run_widths(calibrate(TOY_CPU, log, predictor=ReplayPredictor())) == {8, 16, 32}
+    assert {record.study for record in log.records()} == {CALIBRATION}
+    assert Guard(TOY_CPU, log=log, predictor=ReplayPredictor()).num_learnt == 3
+    for run in log.observations(TOY_CPU):  # a trial learns no overhead from it
         measured = run.measurement
         assert measured.total_time_s == pytest.approx(measured.num_steps * (run.measured("time") or 0))
 
@@ -82,16 +54,16 @@ def test_ctrl_c_keeps_what_was_measured(log: MeasurementStore, monkeypatch: pyte
         return measure(make, device)
 
     monkeypatch.setattr(module, "measured_step", interrupted)
-    assert run_widths(calibrate(TOY_CPU, log, predictor=ByHeart())) == [16, 32]
-    assert len(log.observations(TOY_CPU)) == 2
+    assert len(run_widths(calibrate(TOY_CPU, log, predictor=ReplayPredictor()))) == 2
 
 
 def test_no_step_runs_where_memory_is_too_small(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * 2**20))
-    monkeypatch.setattr(module, "candidates", lambda device: [params for params in candidates(device) if params["width"] > 500])
+    params = {"network": "perceptron", "width": 2048, "batch_size": 2, "mode": "train", "precision": "fp32"}
+    monkeypatch.setattr(module, "candidates", lambda device: [params])
     with pytest.raises(MeasuringError, match=r"No step was measured on Toy: needs at least .* the budget is 1.00 MiB"):
-        calibrate(TOY_CPU, log, predictor=ByHeart())
-    assert not log.records()
+        calibrate(TOY_CPU, log, predictor=ReplayPredictor())
+    assert not log.observations(TOY_CPU)
 
 
 def test_a_step_that_fails_is_noted_and_the_others_run(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +73,15 @@ def test_a_step_that_fails_is_noted_and_the_others_run(log: MeasurementStore, mo
         return step_of(workload)
 
     monkeypatch.setattr(module, "step_of", fails)
-    steps = calibrate(TOY_CPU, log, predictor=ByHeart())
-    assert run_widths(steps) == [8, 32]
-    assert steps[1].measurement is not None
-    assert (steps[1].measurement.status, steps[1].measurement.note) == ("failed", "RuntimeError: a kernel is missing")
+    records = calibrate(TOY_CPU, log, predictor=ReplayPredictor())
+    assert run_widths(records) == {8, 32}
+    (failed,) = (record for record in records if record.status != "ok")
+    assert (failed.status, failed.note) == ("failed", "RuntimeError: a kernel is missing")
 
 
 def test_time_that_is_over_starts_no_step(log: MeasurementStore) -> None:
     with pytest.raises(MeasuringError, match="there was no time for one"):
-        calibrate(TOY_CPU, log, seconds=-1.0, predictor=ByHeart())
+        calibrate(TOY_CPU, log, seconds=-1.0, predictor=ReplayPredictor())
 
 
 @pytest.mark.parametrize("params", list(candidates(TOY_CPU))[::8] + list(candidates(TOY_CPU))[1::8])

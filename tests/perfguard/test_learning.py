@@ -214,38 +214,19 @@ def test_widening_is_at_most_tenfold(own: float) -> None:
     assert HALF_INTERVAL * (after.step_time.log_sigma - own) == pytest.approx(math.log(10))
 
 
-def is_inside(observation: Observation) -> bool:
-    """Whether the run was inside of the 90% interval that had been issued for its time."""
-    estimate = observation.predicted["time"]
-    return abs(math.log((observation.measured("time") or math.nan) / estimate.median)) <= 1.6448536 * estimate.log_sigma
-
-
-def served(
-    errors: Sequence[float], seed: int = 1, *, scatter: float = 0.1, believed: float = 0.1, learns: bool = False
-) -> list[Observation]:
-    """Runs with these errors beside a scatter, in which the predictor believes, or not; their intervals are widened as assessment
-    says, and what the last runs of the regime erred by can be learnt."""
-    generator = random.Random(seed)
-    observations: list[Observation] = []
-    total: list[float] = []
-    for index, error in enumerate(errors):
-        assessment = assess(observations)
-        width = assessment.widening.get("time", 1.0)
-        rows = [number for number, row in enumerate(assessment.observations) if row.regime == assessment.observations[-1].regime]
-        level = sum(total[number] for number in rows[-20:]) / (len(rows[-20:]) + 1) if learns else 0.0
-        total.append(error + generator.gauss(0, scatter))
-        one = run(time=math.exp(total[-1]), graph=index)
-        predicted = Estimate(0.1 * math.exp(level), believed * width)
-        observations.append(replace(one, predicted={"time": predicted}, widening={"time": width}))
-    return observations
-
-
 def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[float]]:
     """Whether each run was inside of the 90% interval that had been issued for it, the predictor believing in 0.1; and the
     logarithms of what its width had been multiplied by."""
     generator = random.Random(seed)
-    observations = served([generator.gauss(0, sigma) for sigma in scatter], scatter=0.0)
-    return [is_inside(row) for row in observations], [math.log(row.widening["time"]) for row in observations]
+    observations: list[Observation] = []
+    inside: list[bool] = []
+    for index, sigma in enumerate(scatter):
+        error, width = generator.gauss(0, sigma), assess(observations).widening["time"]
+        predicted = Estimate(0.1, 0.1 * width)
+        inside.append(abs(error) <= HALF_INTERVAL * predicted.log_sigma)
+        one = run(time=math.exp(error), graph=index)
+        observations.append(replace(one, predicted={"time": predicted}, widening={"time": width}))
+    return inside, [math.log(row.widening["time"]) for row in observations]
 
 
 def test_time_beside_impossible_ones_is_quarantined() -> None:

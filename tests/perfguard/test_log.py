@@ -30,7 +30,7 @@ from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
 from perfguard.verdict import Verdict
-from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, beside, locked, make_graph, record, trials
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +44,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("BEGIN EXCLUSIVE")
-        yield
-        connection.execute("ROLLBACK")
-
-
-@contextmanager
 def one_warning() -> Iterator[None]:
     with pytest.warns(LogWarning, match=r"cannot be used now \(database is locked\)") as caught:
         yield
     assert len(caught) == 1
-
-
-def trials(path: Path) -> list[int | None]:
-    with MeasurementStore(path) as store:
-        return [trial.number for trial in store.records()]
-
-
-def beside(path: Path) -> list[Path]:
-    return list(path.parent.glob("*.rows.jsonl"))
 
 
 def test_decision_and_measurement_round_trip(path: Path, graph: OpGraph) -> None:
@@ -113,23 +96,20 @@ def test_measurement_of_another_device_measures_nothing(path: Path) -> None:
     assert mute.not_measured == "they did not report what they cost"
 
 
-def test_cost_is_measured_by_price_of_prediction(path: Path) -> None:
-    limits = [Limit("memory", 2000.0, PREDICTION.peak_memory), Limit("cost", 1.0, PREDICTION.cost(72.0) or Estimate(1, 1))]
-    with MeasurementStore(path) as store:
-        verdict = Verdict.of(PREDICTION, limits, accepted=0.5)
-        store.record_measurement(record(store, 0, verdict, device=DEVICE), replace(MEASUREMENT, total_time_s=100.0))
-        (trial,) = store.records()
-    assert trial.measured["cost"] == pytest.approx(2.0)
-    assert trial.breaks("cost")
-
-
-@pytest.mark.parametrize(("quantity", "steps_of_it"), [("latency", 1), ("epoch_time", 10)])
-def test_time_of_batch_or_epoch_is_measured_by_steps(path: Path, quantity: Quantity, steps_of_it: int) -> None:
-    estimate = PREDICTION.step_time.scaled(steps_of_it)
+@pytest.mark.parametrize(
+    ("quantity", "estimate"),
+    [
+        ("latency", PREDICTION.step_time),
+        ("epoch_time", PREDICTION.step_time.scaled(10)),
+        ("cost", PREDICTION.cost(72.0)),
+    ],
+)
+def test_multiple_of_a_time_is_measured_by_it(path: Path, quantity: Quantity, estimate: Estimate) -> None:
     verdict = Verdict.of(PREDICTION, [Limit(quantity, 3 * estimate.median, estimate)], accepted=0.5)
     with MeasurementStore(path) as store:
         for trial, factor in enumerate((2, 4)):
-            slower = replace(MEASUREMENT, step_time_s=factor * PREDICTION.step_time.median)
+            step_s, total_s = factor * PREDICTION.step_time.median, factor * 25.0
+            slower = replace(MEASUREMENT, step_time_s=step_s, total_time_s=total_s)
             store.record_measurement(record(store, trial, verdict, device=DEVICE), slower)
         inside, over = store.records()
     assert inside.measured[quantity] == pytest.approx(2 * estimate.median)
@@ -311,7 +291,7 @@ def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> N
         assert [trial.number for trial in found] == [0, 1, 2, 3]
         assert [trial.decision_id for trial in found[:3]] == ids
         assert len(store.observations("toy")) == 1
-    assert not beside(path)
+    assert not beside(path.parent)
 
 
 def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> None:
@@ -323,28 +303,16 @@ def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> N
         store.close()
         record(store, 1)
         store.close()
-    assert len(beside(path)) == 3, "one for each call, and the first process could open nothing"
-    content = [(file, file.read_bytes()) for file in beside(path)]
+    assert len(beside(path.parent)) == 3, "one for each call, and the first process could open nothing"
+    content = [(file, file.read_bytes()) for file in beside(path.parent)]
     for _ in range(2):
         with MeasurementStore(path) as store:
             assert [trial.number for trial in store.records()] == [0, 1]
             (observation,) = store.observations("toy")
             assert observation.graph.content_hash == graph.content_hash
-        assert not beside(path)
+        assert not beside(path.parent)
         for file, data in content:  # as if it had died after it had written the rows, before it removed the files
             file.write_bytes(data)
-
-
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.touch()])
-def test_a_new_log_opens_under_a_lock(path: Path, make: Any) -> None:
-    make(path)
-    with locked(path), one_warning():
-        store = MeasurementStore(path, busy_timeout_s=0.05)
-        record(store, 7)
-        assert store.records() == []
-        assert store.observations("toy") == []
-    store.close()
-    assert trials(path) == [7]
 
 
 def test_another_version_at_writing_spares_the_study(path: Path) -> None:
@@ -354,7 +322,7 @@ def test_another_version_at_writing_spares_the_study(path: Path) -> None:
     with pytest.warns(LogWarning, match="format 99"):
         record(store)
     store.close()
-    assert len(beside(path)) == 1
+    assert len(beside(path.parent)) == 1
 
 
 def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
@@ -363,9 +331,9 @@ def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
         with pytest.warns(LogWarning):
             record(MeasurementStore(path, busy_timeout_s=0.05), 1)
         gc.collect()
-        assert len(beside(path)) == 1
+        assert len(beside(path.parent)) == 1
         run_python(path, "store = MeasurementStore(path, busy_timeout_s=0.05); record(store, 2)")
-        assert len(beside(path)) == 2
+        assert len(beside(path.parent)) == 2
     assert trials(path) == [1, 2]
 
 
@@ -387,14 +355,14 @@ def test_damaged_rows_beside_the_log_are_set_aside(path: Path, line: str) -> Non
     with locked(path), one_warning():
         store = MeasurementStore(path, busy_timeout_s=0.05)
         record(store, 7, device=DEVICE)
-    (waiting,) = beside(path)
+    (waiting,) = beside(path.parent)
     rows = waiting.read_text().splitlines()
     waiting.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
     with pytest.warns(LogWarning, match=r"1 rows .* are damaged .* set aside as .*\.damaged") as caught:
         store.close()
     assert len(caught) == 1
     assert trials(path) == [7]
-    assert not beside(path)
+    assert not beside(path.parent)
     assert waiting.with_suffix(".damaged").read_text() == line + "\n"
 
 
@@ -454,12 +422,12 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         assert len(caught) == 1
         record(store, 2)
         store.records()
-    if beside(path):
+    if beside(path.parent):
         with pytest.raises(LogCorruptError, match=r"Move it away"):
             MeasurementStore(path)
         path.unlink()
     assert trials(path)[-2:] == [1, 2]
-    assert not beside(path)
+    assert not beside(path.parent)
 
 
 def test_own_checkpoints_do_not_count_as_an_overwritten_log(path: Path) -> None:
@@ -470,7 +438,7 @@ def test_own_checkpoints_do_not_count_as_an_overwritten_log(path: Path) -> None:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             record(other, trial)
         assert len(store.records()) == 20
-    assert not beside(path)
+    assert not beside(path.parent)
 
 
 @pytest.mark.parametrize("location", [":memory:", "log.db"])

@@ -21,7 +21,7 @@ from perfguard.exceptions import LogWarning
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.verdict import Verdict
-from tests.perfguard.log_rows import DEVICE, MEASUREMENT, make_graph, record
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, beside, locked, make_graph, record, trials
 from tests.postgres import Postgres
 
 CROWD = Path(__file__).with_name("log_crowd.py")
@@ -75,10 +75,6 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     return tmp_path / "perfguard"
-
-
-def beside(folder: Path) -> list[Path]:
-    return list(folder.glob("*.rows.jsonl"))
 
 
 @contextmanager
@@ -178,25 +174,15 @@ def test_a_slow_failure_is_not_repeated_at_each_call(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     MeasurementStore(path).close()
     store = MeasurementStore(path, busy_timeout_s=0.5)
-    import sqlite3
-
-    lock = sqlite3.connect(path, isolation_level=None)
-    lock.execute("BEGIN EXCLUSIVE")
-    with pytest.warns(LogWarning, match="locked"):
-        record(store, 0)
-    start = time.monotonic()
-    for trial in range(1, 20):
-        record(store, trial)
-    assert time.monotonic() - start < 5
-    lock.execute("ROLLBACK")
-    lock.close()
+    with locked(path):
+        with pytest.warns(LogWarning, match="locked"):
+            record(store, 0)
+        start = time.monotonic()
+        for trial in range(1, 20):
+            record(store, trial)
+        assert time.monotonic() - start < 5
     store.close()
-    assert len(complete_or_not(path)) == 20
-
-
-def complete_or_not(path: Path) -> list[int | None]:
-    with MeasurementStore(path) as store:
-        return [trial.number for trial in store.records()]
+    assert len(trials(path)) == 20
 
 
 @contextmanager
@@ -236,4 +222,4 @@ def test_full_disk_warns_of_lost_rows_at_the_end(tmp_path: Path) -> None:
         with pytest.warns(LogWarning, match=r"1 rows of the measurement log .* are lost"):
             store.close()
     gc.collect()
-    assert complete_or_not(path) == [0]
+    assert trials(path) == [0]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard import Device, Estimate, Observation, OpGraph, Prediction, Verdict, Workload, resolve_device
-from perfguard.devices import mig_instance, mig_profiles
+from perfguard import Device, Estimate, Observation, OpGraph, Prediction, Verdict, Workload
 from perfguard.exceptions import ConfigurationError
 from perfguard.nas import LatencyConstraint
 from tests.doubles import ReplayPredictor
@@ -121,15 +120,6 @@ def test_guardnet_follows_measured_cpu_times() -> None:
     after = constraint.predict(conv(48)).step_time
     assert 1.4 < after.median / before.median < 2.6
     assert after.log_sigma < before.log_sigma
-
-
-def test_a_part_of_a_gpu_can_be_the_target(predictor: FlopsPredictor) -> None:
-    a100 = resolve_device("a100")
-    part = mig_instance(a100, mig_profiles(a100)[0])
-    constraint = LatencyConstraint(part, max_latency_ms=1, inputs=INPUTS, predictor=predictor)
-    assert constraint.guard.budget.capacity_bytes(constraint.guard.device) == part.memory_bytes
-    with pytest.raises(ConfigurationError, match="is more than"):
-        LatencyConstraint(part, max_memory="30GiB", predictor=predictor)
 
 
 def test_constrain_tells_optuna_distance_to_limit(predictor: FlopsPredictor) -> None:

@@ -85,6 +85,7 @@ def test_a_part_of_a_gpu_is_a_device_like_any_other(linear: Path) -> None:
     ("model", "kwargs", "match"),
     [
         ("network.pt", {}, r"path of an \.onnx file"),
+        ("network.onnx", {"mode": "train"}, "has only the forward pass"),
         (nn.Linear(2, 2), {}, "needs its inputs"),
         (nn.Linear(2, 2), {"inputs": (4, 2), "batch_size": 8}, "are for ONNX files"),
         (trace(Workload(nn.Linear(2, 2), (4, 2), mode="infer")), {"tf32": "on"}, "has its arithmetic already"),
@@ -107,11 +108,6 @@ def test_predict_explains_how_to_state_tf32(linear: Path, stated: Any, match: st
         predict(linear, gpu="a100", batch_size=4, **stated)
     with pytest.raises(WorkloadError, match=match):
         predict(nn.Linear(2, 2), inputs=(4, 2), gpu="a100", **stated)
-
-
-def test_an_onnx_file_cannot_be_trained(linear: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has only the forward pass"):
-        predict(linear, gpu="a100", batch_size=4, mode="train")
 
 
 def test_most_energy_is_power_limit_times_latency(linear: Path) -> None:

@@ -105,16 +105,6 @@ def test_odd_hyperparameters_are_shown(value: Any, tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8").count("<tr data-outcome") == 1
 
 
-def test_readings_that_are_not_believed_are_named() -> None:
-    with MeasurementStore(":memory:") as store:
-        write_study(store, 6)
-        launched = [record for record in store.records() if record.in_words == "launched"]
-        report = read_report(store)
-        assert report.doubts == {}
-        page = page_of(replace(report, doubts={launched[0].decision_id: "faster than physics"}))
-    assert "reading not believed: faster than physics" in page
-
-
 def test_a_doubt_belongs_to_its_own_run_of_a_study() -> None:
     """A study that was deleted and made anew has the same name and the same numbers."""
     with MeasurementStore(":memory:") as store:

@@ -64,17 +64,12 @@ def test_interval_grows_with_disagreement_and_not_with_the_unit(counts: list[int
     assert spread.log_sigma >= found.log_sigma * (1 - 1e-9)
 
 
-def test_trials_that_count_epochs_have_other_steps_with_other_batches() -> None:
-    found = steps_of(finished(100, 100, per_epoch=10) + finished(400, per_epoch=40), per_epoch=160)
+@pytest.mark.parametrize(("last", "number"), [(400, 1600), (100, 100)], ids=["they count epochs", "they count steps"])
+def test_trials_show_what_they_count_with_another_batch(last: int, number: int) -> None:
+    found = steps_of(finished(100, 100, per_epoch=10) + finished(last, per_epoch=40), per_epoch=160)
     assert found is not None
-    assert found.number == pytest.approx(1600, rel=0.1)
+    assert found.number == pytest.approx(number, rel=0.1)
     assert found.remark == f"steps: about {found.number:,}, from 3 finished trials"
-
-
-def test_trials_that_count_steps_have_the_same_with_other_batches() -> None:
-    found = steps_of(finished(100, 100, per_epoch=10) + finished(100, per_epoch=40), per_epoch=160)
-    assert found is not None
-    assert found.number == pytest.approx(100, rel=0.1)
 
 
 def test_interval_holds_both_units_until_one_of_them_shows() -> None:

@@ -171,23 +171,26 @@ def test_fine_tune_process_starts_after_enough_runs(log: MeasurementStore) -> No
     assert process._child.wait(120) == 0
 
 
+WORKLOAD = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
+
+
+def launch(guard: Guard, framework: str = "torch", *, slower: float = 1.0, memory: int | None = None) -> None:
+    """A trial that costs what is predicted, but for this factor of its time, or this memory."""
+    decision = guard.decide(lambda: WORKLOAD)
+    prediction = decision.verdict.prediction
+    assert prediction is not None
+    memory = int(prediction.peak_memory.median) if memory is None else memory
+    guard.learn(decision, measurement(memory, prediction.step_time.median * slower, framework))
+
+
 def test_guard_warns_of_drift_and_quarantine() -> None:
     guard = Guard(CPU, log=False)
-    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
-
-    def launch(framework: str, factor: float) -> None:
-        decision = guard.decide(lambda: workload)
-        prediction = decision.verdict.prediction
-        assert isinstance(prediction, Prediction)
-        memory, step_s = int(prediction.peak_memory.median), prediction.step_time.median * factor
-        guard.learn(decision, measurement(memory, step_s, framework))
-
     for _ in range(3):
-        launch("torch 2.13", 1.0)
+        launch(guard, "torch 2.13")
     with pytest.warns(DriftWarning, match=r"framework: torch 2\.13 is now torch 2\.14"):
-        launch("torch 2.14", 1.0)
+        launch(guard, "torch 2.14")
     with pytest.warns(MeasurementWarning, match="implausible"):
-        launch("torch 2.14", 5000.0)
+        launch(guard, "torch 2.14", slower=5000.0)
     guard.log.close()
 
 
@@ -195,16 +198,10 @@ def test_guard_warns_of_drift_and_quarantine() -> None:
 def test_small_reading_on_cpu_is_quarantined_quietly() -> None:
     """An allocator that reuses what the process holds reads too little in honest runs, too."""
     guard = Guard(CPU, log=False)
-    workload = Workload(nn.Linear(1024, 1024), (64, 1024), loss=torch.mean, optimizer=torch.optim.Adam)
-    for memory in (2**24, 2**19):  # gradients and states are 12 MiB
-        decision = guard.decide(lambda: workload)
-        prediction = decision.verdict.prediction
-        assert isinstance(prediction, Prediction)
-        guard.learn(decision, measurement(memory, prediction.step_time.median, "torch 2.13"))
-    found = assess(guard.log.observations("cpu")).doubts
-    assert [(quarantined.target, quarantined.observation.measurement.peak_memory_bytes) for quarantined in found] == [
-        ("memory", 2**19)
-    ]
+    launch(guard)
+    launch(guard, memory=1)
+    (found,) = assess(guard.log.observations("cpu")).doubts
+    assert (found.target, found.observation.measurement.peak_memory_bytes) == ("memory", 1)
     guard.log.close()
 
 
@@ -213,39 +210,27 @@ def test_known_drift_is_not_warned_again(log: MeasurementStore) -> None:
     fill(log, repeats=2, framework="torch 2.14")
     guard = Guard(CPU, log=log)
     rows = log.observations("cpu")
-    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     for framework in ("torch 2.13", "torch 2.14", "torch 2.13"):  # warnings are errors here
-        decision = guard.decide(lambda: workload)
-        prediction = decision.verdict.prediction
-        assert prediction is not None
-        guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median, framework))
+        launch(guard, framework)
     assert len(guard._assessment.changes) == 1
     assert len(guard._assessment.observations) == len(rows) + 3
 
 
 def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=False)
-    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
-    decision = guard.decide(lambda: workload)
-    prediction = decision.verdict.prediction
-    assert prediction is not None
-    guard.learn(decision, measurement(int(prediction.peak_memory.median), 4.0 * prediction.step_time.median))
+    launch(guard, slower=4.0)
     widening = dict(guard._assessment.widening)
     assert widening["memory"] != 1.0
     monkeypatch.setattr(guard.log, "observations", lambda *_: [])  # what a log that is away answers
-    guard.learn(guard.decide(lambda: workload), measurement(2**20, 0.1))
+    launch(guard, slower=0.1)
     assert guard._assessment.widening == widening
     guard.log.close()
 
 
 def test_fine_tune_process_that_cannot_start(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=log, refine=True)
-    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert guard._fine_tuning is not None
     guard._fine_tuning._every = 1
-    decision = guard.decide(lambda: workload)
-    prediction = decision.verdict.prediction
-    assert prediction is not None
     with pytest.warns(LogWarning, match="could not start its learner"):
-        guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median))
+        launch(guard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,10 +19,6 @@ from perfguard.workload import TensorSpec, Workload, build_workload
 
 def build(params: Mapping[str, Any]) -> Workload:
     return Workload(nn.Sequential(nn.Linear(8, params["width"]), nn.Dropout(0.1)), inputs=(4, 8))
-
-
-def parameter_of(workload: Workload) -> nn.Parameter:
-    return next(workload.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -87,34 +82,19 @@ def test_sizes_of_numpy_are_sizes() -> None:
         trace(Workload(nn.Linear(8, 2), (32.0, 8), mode="infer"))
 
 
-def test_build_runs_on_the_meta_device() -> None:
-    workload = build_workload(build, {"width": 16})
-    assert parameter_of(workload).is_meta
-    assert parameter_of(workload).shape == (16, 8)
-
-
 def reads_a_value(params: Mapping[str, Any]) -> Workload:
     scale = float(torch.ones(3).sum())  # impossible on meta
     return build({"width": int(scale) * int(params["width"])})
 
 
-def test_a_build_that_needs_values_runs_on_the_host() -> None:
-    workload = build_workload(reads_a_value, {"width": 2})
-    assert parameter_of(workload).device.type == "cpu"
-    assert parameter_of(workload).shape == (6, 8)
-
-
-@pytest.mark.parametrize("builder", [build, reads_a_value])
-def test_build_workload_keeps_random_state(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("builder", "device", "width"), [(build, "meta", 4), (reads_a_value, "cpu", 12)])
+def test_build_runs_on_meta_where_it_can(builder: Any, device: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws none of the study's random numbers, and what it misses stays a KeyError."""
     monkeypatch.setattr("threading.active_count", lambda: 1)  # libraries that other tests used leave threads behind
     state = torch.random.get_rng_state()
-    build_workload(builder, {"width": 4})
+    parameter = next(build_workload(builder, {"width": 4}).model.parameters())
+    assert (parameter.device.type, parameter.shape) == (device, (width, 8))
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("builder", [build, reads_a_value])
-def test_build_workload_keeps_key_error_of_parameter(builder: Any) -> None:
-    """Asking for a missing parameter stays a KeyError."""
     with pytest.raises(KeyError, match="width"):
         build_workload(builder, {"lr": 0.1})
 
@@ -143,20 +123,12 @@ def test_build_must_return_a_workload() -> None:
         build_workload(lambda params: nn.Linear(2, 2), {})  # type: ignore[arg-type, return-value]
 
 
-def test_missing_optimizer_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optimizer_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain SGD needs 2.4 GiB where AdamW needs 5.4, and nothing said which of them was meant."""
-    said: list[str] = []
-
-    class Mine(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    monkeypatch.delenv("PERFGUARD_QUIET", raising=False)
-    monkeypatch.setattr("perfguard.exceptions._logged_topics", set())
-    monkeypatch.setattr(logging.getLogger("perfguard"), "handlers", [Mine()])
-    monkeypatch.setattr(logging.getLogger("perfguard"), "level", logging.INFO)
-    monkeypatch.setattr(logging.getLogger("perfguard"), "_cache", {})  # of levels that were asked for before
-    for params in ({"optimizer": torch.optim.SGD}, {}, {}):
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr("perfguard.workload.log_once", lambda topic, message: said.append((topic, message)))
+    for params in ({"optimizer": torch.optim.SGD}, {}):
         build_workload(lambda given: Workload(nn.Linear(2, 2), (1, 2), loss=torch.mean, **given), params)
-    (line,) = said
-    assert "judged with SGD without momentum" in line
+    ((topic, message),) = said
+    assert topic == "no optimizer"
+    assert "judged with SGD without momentum" in message

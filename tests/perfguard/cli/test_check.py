@@ -112,13 +112,6 @@ def test_doubtful_workload_cannot_be_told(check: Check) -> None:
     assert [check("build", "--max-memory", text, "--risk", "0.06")[0] for text in limits] == [1, 0]
 
 
-def test_check_tf32_replaces_that_of_the_workload(check: Check) -> None:
-    words = "--set", "batch_size=16384", "--max-step-time", "1h", "--json"
-    found = [json.loads(check("build", *words, "--tf32", tf32)[1])["limits"] for tf32 in ("on", "default", "off")]
-    on, default, off = ({limit["quantity"]: limit["median"] for limit in limits}["step_time"] for limits in found)
-    assert on < default == off  # matrix products alone
-
-
 def test_verdict_is_that_of_the_guard(check: Check, script: str) -> None:
     namespace: dict[str, Any] = {}
     exec(compile(SCRIPT, script, "exec"), namespace)

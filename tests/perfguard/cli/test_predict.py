@@ -8,18 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
-import torch
-from torch import nn
+from onnx import TensorProto, helper
 
-from perfguard import Workload, resolve_device, trace
+from perfguard import Workload, trace
 from perfguard.cli import main
 from perfguard.cli.subject import load_build
 from perfguard.devices import catalog
-from perfguard.graph import OpGraph
 
 ROOT = Path(__file__).resolve().parents[3]
-A100 = resolve_device("a100")
 MODELS = str(ROOT / "examples" / "models.py")
 SCRIPT = """
 from torch import nn
@@ -58,9 +56,6 @@ def returns_a_model(params):
 def on_many_gpus(params):
     return Workload(nn.DataParallel(nn.Linear(64, 8)), inputs=(4, 64), loss=lambda output: output.mean())
 
-
-def large(params):
-    return Workload(nn.Linear(2**17, 2**17), inputs=(4, 2**17), loss=lambda output: output.mean())
 """
 
 
@@ -121,19 +116,6 @@ def test_a_resnet_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory["context"] == catalog()["a100-pcie-40gb"].context_bytes
 
 
-def test_a_resnet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "64"]) == 0
-    text = capsys.readouterr().out
-    for expected in ("A100", "peak memory", "P(out of memory)", "step time", "GFLOP", "allocator's cache", "activations", "conv"):
-        assert expected in text
-    assert "trial time" not in text
-
-
-def test_what_does_not_fit_is_said_to(capsys: pytest.CaptureFixture[str], script: str) -> None:
-    assert predict(capsys, f"{script}:large", "--gpu", "a100")["p_oom"] > 0.99
-    assert predict(capsys, f"{script}:build", "--gpu", "a100")["p_oom"] < 0.01
-
-
 def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture[str], script: str) -> None:
     settings = ["width=32", "dropout=0.1", "optimizer=adam", "kernels=[3, 5]", "text=a=b"]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
@@ -150,7 +132,7 @@ def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
         (
             ["{script}:bulid"],
-            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, on_many_gpus, picky, "
+            "has no function 'bulid' (did you mean 'build'?). Its functions: build, needs_width, on_many_gpus, picky, "
             "raises, returns_a_model.",
         ),
         (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
@@ -303,8 +285,103 @@ def test_command_of_absent_distribution_names_it(
     assert "pip install ./models" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def graph() -> OpGraph:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-    return trace(Workload(model, (4096, 512), mode="infer"), target=A100)
+# --- ONNX files, and `perfguard rank`
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A convolution with a free batch and free sizes."""
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])], "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, "side", "side"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor("w", TensorProto.FLOAT, [64, 3, 3, 3], [0.0] * 1728)],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "model.onnx")
+    return str(tmp_path / "model.onnx")
+
+
+def of_file(capsys: pytest.CaptureFixture[str], model: str, *more: str, command: str = "predict", side: int = 64) -> Any:
+    """What the command prints of the file, with 32 images of this size."""
+    assert main([command, model, "--batch-size", "32", "--dim", f"side={side}", *more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_file_is_predicted(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    document = of_file(capsys, model, "--gpu", "a100", "--mode", "infer")
+    assert document["flops"] == 2 * 32 * 64 * 64 * 1728
+    assert document["throughput_per_s"] == pytest.approx(32 / document["step_time_s"]["median"])
+    assert document["most_energy_j"]["median"] == pytest.approx(250 * document["step_time_s"]["median"])
+    assert "mig" not in document
+
+
+def test_predict_and_rank_state_tf32(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    on, default, off = (
+        of_file(capsys, model, "--gpu", "a100", "--tf32", tf32)["step_time_s"]["median"] for tf32 in ("on", "default", "off")
+    )
+    assert on == default != off  # a convolution is in TF32 by default
+    row = of_file(capsys, model, "--gpus", "a100", "--tf32", "off", command="rank")[0]
+    assert row["step_time_s"]["median"] == pytest.approx(off)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "trained", "sentence"),
+    [
+        ("rtx3090", ["time"], "was not trained on the memory of such steps on GeForce RTX 3090. Read its interval"),
+        ("h100", [], "was not trained on such steps on NVIDIA H100 "),
+    ],
+)
+def test_predict_names_what_was_not_measured(
+    capsys: pytest.CaptureFixture[str], model: str, gpu: str, trained: list[str], sentence: str
+) -> None:
+    document = of_file(capsys, model, "--gpu", gpu)
+    assert (document["trained_on_device"], document["trained_quantities"]) == (False, trained)
+    assert main(["predict", model, "--batch-size", "32", "--dim", "side=64", "--gpu", gpu]) == 0
+    assert sentence in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    mig = of_file(capsys, model, "--gpu", "a100", "--mig", "auto")["mig"]
+    assert mig["profile"] == "1g.5gb"
+    assert mig["instances"] == 7
+    assert mig["needed_bytes"] < mig["memory_bytes"]
+    large = of_file(capsys, model, "--gpu", "a100", "--mig", "auto", side=1024)["mig"]
+    assert large["profile"] in ("2g.10gb", "3g.20gb", "7g.40gb")
+
+
+def test_predict_takes_mig_profile_and_mps_share(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert of_file(capsys, model, "--gpu", "a100", "--mig", "3g.20gb")["gpu"] == "a100-pcie-40gb:3g.20gb"
+    assert of_file(capsys, model, "--gpu", "a100", "--mps", "0.5")["gpu"] == "a100-pcie-40gb:mps50%"
+
+
+def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main(["predict", model, "--batch-size", "32", "--dim", "x=32x3x64x64", "--gpu", "a100", "--mig", "auto"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("latency", "throughput", "smallest MIG profile", "1g.5gb", "at most, at the power limit of 250 W"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ([], "leaves sizes open: 'side'"),
+        (["--dim", "side=64", "--set", "width=3"], "--set is for FILE.py:BUILD"),
+        (["--dim", "side=64", "--mode", "train"], "has only the forward pass"),
+        (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
+        (["--dim", "side=64", "--mig", "9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
+        (["--dim", "side=64", "--mig", "auto", "--mps", "0.5"], "exclude each other"),
+    ],
+)
+def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], model: str, more: list[str], match: str) -> None:
+    assert main(["predict", model, "--batch-size", "8", "--gpu", "a100", *more]) == (1 if "leaves sizes" in match else 2)
+    assert match in capsys.readouterr().err
+
+
+def test_gpus_are_ranked_those_that_fit_first(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    rows = of_file(capsys, model, command="rank")
+    assert len(rows) > 20
+    times = [row["step_time_s"]["median"] for row in rows if row["fits"]]
+    assert times == sorted(times)
+    fits = [row["fits"] for row in of_file(capsys, model, "--gpus", "p4,a100,b200", command="rank", side=2048)]
+    assert fits == sorted(fits, reverse=True)
+    assert set(fits) == {True, False}

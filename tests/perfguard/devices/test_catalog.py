@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perfguard.devices import Device, catalog, resolve_device
+from perfguard.devices import catalog, resolve_device
 from perfguard.devices.catalog import find, is_short_for, look_up
 from perfguard.exceptions import ConfigurationError, UnknownDeviceError
 
@@ -26,44 +26,33 @@ def test_ids_are_unique_and_plain() -> None:
     assert all(device.id == id_ and device.kind == "cuda" for id_, device in catalog().items())
 
 
-def check_every_figure_is_plausible(device: Device) -> None:
+@pytest.mark.parametrize("id_", catalog())
+def test_a_card_obeys_the_laws(id_: str) -> None:
+    device, entry, rates = catalog()[id_], ENTRIES[id_], catalog()[id_].peak_flops
     assert 100e9 <= device.bandwidth_bytes_per_s <= 8e12
-    assert 2e12 <= device.peak_flops["fp32"] <= 170e12
+    assert 2e12 <= rates["fp32"] <= 170e12
     assert 6 <= device.num_sms <= 310
     assert 0.8e9 <= device.boost_clock_hz <= 2.7e9
     assert 2**20 <= device.l2_bytes <= 256 * 2**20
     assert 60 <= device.tdp_w <= 1400
     assert 250 * 2**20 <= device.context_bytes <= 600 * 2**20
     assert 4e-6 <= device.launch_overhead_s <= 6e-6
-    assert set(device.peak_flops) <= {"fp32", "tf32", "fp16", "bf16"}
-
-
-def check_every_source_names_a_document(device: Device) -> None:
+    assert set(rates) <= {"fp32", "tf32", "fp16", "bf16"}
     assert re.search("data sheet|whitepaper|specifications", device.source.partition("; ")[0])
-
-
-def check_usable_memory_is_just_below_nominal(device: Device) -> None:
-    entry = ENTRIES[device.id]
+    # The usable memory is just below the nominal size.
     assert 0.91 <= device.memory_bytes / (entry["memory_gb"] * 2**30) <= 1.0
-    stated = re.search(r"-(\d+)gb$", entry["id"])
+    stated = re.search(r"-(\d+)gb$", id_)
     assert stated is None or int(stated[1]) == entry["memory_gb"]
-
-
-def check_fp32_is_two_flops_per_lane_and_clock(device: Device) -> None:
-    lanes = DATACENTER_LANES.get(device.id.partition("-")[0], FP32_LANES_PER_SM.get(device.architecture, 128))
-    expected = 2 * lanes * device.num_sms * device.boost_clock_hz
-    tolerance = 0.12 if device.id == "a10g" else 0.015  # the A10G's data sheet lists FP32 at a lower clock than its tensor rates
-    assert device.peak_flops["fp32"] == pytest.approx(expected, rel=tolerance)
-
-
-def check_dense_tensor_rate_is_power_of_two_per_sm(device: Device) -> None:
-    per_sm_and_clock = device.peak_flops["fp16"] / device.num_sms / device.boost_clock_hz
-    least = 0.86 if device.id == "h100-nvl-94gb" else 0.9  # its data sheet has the rates at a clock that 400 W can hold
+    # FP32 is two FLOPs for each lane and clock.
+    lanes = DATACENTER_LANES.get(id_.partition("-")[0], FP32_LANES_PER_SM.get(device.architecture, 128))
+    tolerance = 0.12 if id_ == "a10g" else 0.015  # the A10G's data sheet lists FP32 at a lower clock than its tensor rates
+    assert rates["fp32"] == pytest.approx(2 * lanes * device.num_sms * device.boost_clock_hz, rel=tolerance)
+    if device.architecture in {"Kepler", "Pascal"} or id_.startswith("gtx16"):
+        return
+    # The dense rate of a multiprocessor is a power of two for each clock. Rates exceed FP32, and halve with the width.
+    per_sm_and_clock = rates["fp16"] / device.num_sms / device.boost_clock_hz
+    least = 0.86 if id_ == "h100-nvl-94gb" else 0.9  # its data sheet has the rates at a clock that 400 W can hold
     assert any(power * least <= per_sm_and_clock <= power * 1.02 for power in (512, 1024, 2048, 4096, 8192))
-
-
-def check_tensor_rates_exceed_fp32_and_halve_by_width(device: Device) -> None:
-    rates = device.peak_flops
     assert rates["fp16"] > 1.9 * rates["fp32"]
     if device.architecture in {"Volta", "Turing"}:
         assert set(rates) == {"fp32", "fp16"}
@@ -73,42 +62,20 @@ def check_tensor_rates_exceed_fp32_and_halve_by_width(device: Device) -> None:
     assert rates["tf32"] >= rates["fp32"]
 
 
-@pytest.mark.parametrize("id_", catalog())
-def test_a_card_obeys_the_laws(id_: str) -> None:
-    device = catalog()[id_]
-    check_every_figure_is_plausible(device)
-    check_every_source_names_a_document(device)
-    check_usable_memory_is_just_below_nominal(device)
-    check_fp32_is_two_flops_per_lane_and_clock(device)
-    if device.architecture not in {"Kepler", "Pascal"} and not device.id.startswith("gtx16"):
-        check_dense_tensor_rate_is_power_of_two_per_sm(device)
-        check_tensor_rates_exceed_fp32_and_halve_by_width(device)
-
-
 @pytest.mark.parametrize(
-    ("id_", "memory_gib", "gb_per_s", "fp32", "tf32", "fp16", "sms", "mhz", "l2_mib", "watts"),
+    ("id_", "figures"),
     [
-        ("t4", 14.75, 320, 8.1, None, 65, 40, 1590, 4, 70),
-        ("v100-sxm-32gb", 31.74, 900, 15.7, None, 125, 80, 1530, 6, 300),
-        ("a100-pcie-40gb", 39.39, 1555, 19.5, 156, 312, 108, 1410, 40, 250),
-        ("h100-sxm-80gb", 79.11, 3352, 66.9, 494.7, 989.4, 132, 1980, 50, 700),
-        ("rtx3090", 23.69, 936, 35.6, 35.6, 71, 82, 1695, 6, 350),
-        ("rtx4090", 23.64, 1008, 82.6, 82.6, 165.2, 128, 2520, 72, 450),
+        ("t4", (14.75, 320, 8.1, None, 65, 40, 1590, 4, 70)),
+        ("v100-sxm-32gb", (31.74, 900, 15.7, None, 125, 80, 1530, 6, 300)),
+        ("a100-pcie-40gb", (39.39, 1555, 19.5, 156, 312, 108, 1410, 40, 250)),
+        ("h100-sxm-80gb", (79.11, 3352, 66.9, 494.7, 989.4, 132, 1980, 50, 700)),
+        ("rtx3090", (23.69, 936, 35.6, 35.6, 71, 82, 1695, 6, 350)),
+        ("rtx4090", (23.64, 1008, 82.6, 82.6, 165.2, 128, 2520, 72, 450)),
     ],
 )
-def test_figures_agree_with_the_data_sheet(
-    id_: str,
-    memory_gib: float,
-    gb_per_s: float,
-    fp32: float,
-    tf32: float | None,
-    fp16: float,
-    sms: int,
-    mhz: int,
-    l2_mib: int,
-    watts: int,
-) -> None:
+def test_figures_agree_with_the_data_sheet(id_: str, figures: tuple[Any, ...]) -> None:
     device = catalog()[id_]
+    memory_gib, gb_per_s, fp32, tf32, fp16, sms, mhz, l2_mib, watts = figures
     assert device.memory_bytes / 2**30 == pytest.approx(memory_gib, abs=0.01)
     assert device.bandwidth_bytes_per_s == gb_per_s * 1e9
     assert device.peak_flops["fp32"] == pytest.approx(fp32 * 1e12)

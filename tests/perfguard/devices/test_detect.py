@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -35,57 +35,42 @@ class Card:
     power_mw: int | None = None
 
 
-@dataclass
 class FakeNvml:
     """Holds cards; a figure that a card lacks is answered with an error, as NVML does."""
 
-    cards: list[Card] = field(default_factory=list)
-    installed: bool = True
-    open_sessions: int = 0
-    NVMLError: type[Exception] = FakeNvmlError
-    NVML_CLOCK_SM: int = 1
-    NVML_CLOCK_MEM: int = 2
+    NVMLError, NVML_CLOCK_SM, NVML_CLOCK_MEM = FakeNvmlError, 1, 2
+
+    def __init__(self, cards: Sequence[Card] = (), *, installed: bool = True) -> None:
+        self.cards, self.installed = cards, installed
 
     def nvmlInit(self) -> None:
         if not self.installed:
             raise FakeNvmlError("Driver Not Loaded")
-        self.open_sessions += 1
 
     def nvmlShutdown(self) -> None:
-        self.open_sessions -= 1
+        pass
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
-        return self._first(lambda card: self.cards.index(card) == index)
+        return _known(next(iter(self.cards[index : index + 1]), None))
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card:
-        return self._first(lambda card: card.uuid == uuid)
-
-    def nvmlDeviceGetName(self, handle: Card) -> str | bytes:
-        return handle.name
+        return _known(next((card for card in self.cards if card.uuid == uuid), None))
 
     def nvmlDeviceGetMemoryInfo(self, handle: Card) -> Any:
         return SimpleNamespace(total=handle.memory_mib * 2**20)
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Card) -> Any:
-        return _known(handle.capability)
-
-    def nvmlDeviceGetNumGpuCores(self, handle: Card) -> int:
-        return _known(handle.cores)
-
     def nvmlDeviceGetMaxClockInfo(self, handle: Card, clock: int) -> int:
         return _known({1: handle.sm_mhz, 2: handle.memory_mhz}[clock])
 
-    def nvmlDeviceGetMemoryBusWidth(self, handle: Card) -> int:
-        return _known(handle.bus_bits)
-
-    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Card) -> int:
-        return _known(handle.power_mw)
-
-    def _first(self, matches: Callable[[Card], bool]) -> Card:
-        for card in self.cards:
-            if matches(card):
-                return card
-        raise FakeNvmlError("Invalid Argument")
+    def __getattr__(self, name: str) -> Any:
+        field = {
+            "nvmlDeviceGetName": "name",
+            "nvmlDeviceGetCudaComputeCapability": "capability",
+            "nvmlDeviceGetNumGpuCores": "cores",
+            "nvmlDeviceGetMemoryBusWidth": "bus_bits",
+            "nvmlDeviceGetPowerManagementDefaultLimit": "power_mw",
+        }[name]
+        return lambda handle: _known(getattr(handle, field))
 
 
 def _known(value: _T | None) -> _T:

@@ -118,57 +118,45 @@ def test_sampling_thread_sees_memory_outside_allocator(gpu: FakeGpu, nvml: FakeN
     assert "perfguard-nvml" not in {thread.name for thread in threading.enumerate()}
 
 
-def no_nvml(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    nvml.refusals["nvmlInit"] = NOT_SUPPORTED
-
-
-def forbidden(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    nvml.refusals["nvmlDeviceGetComputeRunningProcesses"] = NO_PERMISSION
-
-
-def hidden_processes(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    nvml.hides_processes = True
-
-
-def other_process_ids(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    gpu.own_pid = 99
-
-
-def other_process_ids_and_a_neighbour(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    gpu.own_pid = 99
-    gpu.others[7] = 9000 * MiB
-
-
-def another_card(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    nvml.refusals["nvmlDeviceGetHandleByUUID"] = NOT_SUPPORTED
-
-
 @pytest.mark.parametrize(
-    ("trouble", "method", "confidence", "overhead_mib", "note"),
+    ("refused", "own_pid", "others", "method", "confidence", "note"),
     [
-        (no_nvml, "cuda-card+allocator", "low", 500, "NVML cannot be used (Not Supported)"),
-        (forbidden, "cuda-card+allocator", "low", 500, "NVML forbids reading its processes"),
-        (hidden_processes, "nvml-card+allocator", "medium", 500, "NVML does not show this process by its id (a container?)"),
-        (other_process_ids, "nvml-card+allocator", "medium", 500, "NVML does not show this process by its id (a container?)"),
-        (other_process_ids_and_a_neighbour, "catalog-context+allocator", "low", 500, "the context is the catalog's figure"),
-        (another_card, "cuda-card+allocator", "low", 500, "NVML does not know this CUDA device (Not Supported)"),
+        ({"nvmlInit": NOT_SUPPORTED}, PID, {}, "cuda-card", "low", "NVML cannot be used (Not Supported)"),
+        (
+            {"nvmlDeviceGetComputeRunningProcesses": NO_PERMISSION},
+            PID,
+            {},
+            "cuda-card",
+            "low",
+            "NVML forbids reading its processes",
+        ),
+        ({}, 99, {}, "nvml-card", "medium", "NVML does not show this process by its id (a container?)"),
+        ({}, 99, {7: 9000 * MiB}, "catalog-context", "low", "the context is the catalog's figure"),
+        (
+            {"nvmlDeviceGetHandleByUUID": NOT_SUPPORTED},
+            PID,
+            {},
+            "cuda-card",
+            "low",
+            "NVML does not know this CUDA device (Not Supported)",
+        ),
     ],
 )
 def test_missing_nvml_figures_come_from_elsewhere(
-    trouble: Callable[[FakeGpu, FakeNvml], None],
-    method: str,
-    confidence: str,
-    overhead_mib: int,
-    note: str,
-    gpu: FakeGpu,
-    nvml: FakeNvml,
+    refused: Any, own_pid: int, others: Any, method: str, confidence: str, note: str, gpu: FakeGpu, nvml: FakeNvml
 ) -> None:
     """The note says so."""
-    trouble(gpu, nvml)
+    nvml.refusals |= refused
+    gpu.own_pid, gpu.others = own_pid, others
     measurement = measure(gpu, nvml)
-    assert (measurement.method, measurement.confidence) == (method, confidence)
-    assert measurement.peak_memory_bytes == (1000 + overhead_mib) * MiB  # 450 of the context, 50 of the firmware
+    assert (measurement.method, measurement.confidence) == (f"{method}+allocator", confidence)
+    assert measurement.peak_memory_bytes == (1000 + 500) * MiB  # 450 of the context, 50 of the firmware
     assert note in measurement.note
+
+
+def test_processes_that_a_container_hides(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    nvml.hides_processes = True
+    assert measure(gpu, nvml).method == "nvml-card+allocator"
 
 
 @pytest.mark.parametrize(
