@@ -81,7 +81,7 @@ class GuardedStudy(optuna.Study):
         objective.begin(self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
-            with progress_line(console, n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
+            with progress_line(n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
                 callbacks = callbacks if line is None else [line, *callbacks]
                 common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and console.is_jupyter)
                 super().optimize(objective, n_trials, timeout, *common)
