@@ -24,7 +24,7 @@ class SelfDescribed(CaptureError):
     """The objective describes its step by itself, so what it says counts."""
 
 
-class ObjectiveBuild:
+class ObjectiveBuild(DryRuns):
     """``build(params)``, by dry runs of an objective in other processes.
 
     Args:
@@ -36,15 +36,7 @@ class ObjectiveBuild:
     captures = True
 
     def __init__(self, objective: Objective, device: Device, directions: Sequence[StudyDirection]) -> None:
-        self._runs = DryRuns(functools.partial(_play, objective, tuple(directions)), device)
-
-    def start(self) -> None:
-        """Fork the process that dry-runs, before the first trial."""
-        self._runs.start()
-
-    def close(self) -> None:
-        """End that process."""
-        self._runs.close()
+        super().__init__(functools.partial(_play, objective, tuple(directions)), device)
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``.
@@ -58,7 +50,7 @@ class ObjectiveBuild:
         def answer(method: str, name: str, args: Any, kwargs: Any) -> Answer:
             return _answer(method, name, params[name], args, kwargs)
 
-        return self._runs.capture(answer, params)
+        return self.capture(answer, params)
 
     def ask(self, trial: optuna.Trial) -> CapturedTrial:
         """Return what ``trial`` would run. It gets all parameters that the objective suggests.
@@ -71,7 +63,7 @@ class ObjectiveBuild:
             return _answer(method, name, getattr(trial, method)(name, *args, **kwargs), args, kwargs)
 
         _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
-        return self._runs.capture(answer)
+        return self.capture(answer)
 
 
 def _answer(method: str, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer:

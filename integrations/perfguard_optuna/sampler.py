@@ -70,35 +70,13 @@ class PerfGuardSampler(BaseSampler):
             raise ConfigurationError(
                 f"max_proposals and max_seconds must be positive, but got {max_proposals} and {max_seconds}."
             )
-        self._set_up(inner, guard, None, max_proposals, max_seconds, judges=True)
-
-    @classmethod
-    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: AnyBuild) -> PerfGuardSampler:
-        """Return a sampler that draws again only while ``inner`` repeats a rejected proposal.
-
-        A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
-        """
-        sampler = cls.__new__(cls)
-        sampler._set_up(inner, guard, build, max_proposals=300, max_seconds=20.0, judges=False)
-        return sampler
-
-    def _set_up(
-        self,
-        inner: BaseSampler,
-        guard: OptunaGuard,
-        build: AnyBuild | None,
-        max_proposals: int,
-        max_seconds: float,
-        *,
-        judges: bool,
-    ) -> None:
         self.inner = inner
         self.guard = guard
-        self._given_build = build
+        self.judges = True
+        """Whether new proposals are judged before they become trials."""
+        self._given_build: AnyBuild | None = None
         self._max_proposals = max_proposals
         self._max_seconds = max_seconds
-        self.judges = judges
-        """Whether new proposals are judged before they become trials."""
         # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so a study can be repeated.
         random = RandomSampler(seed=0)
         self._random: BaseSampler = random
@@ -109,6 +87,16 @@ class PerfGuardSampler(BaseSampler):
         self._ticks_off = isinstance(base, (GridSampler, BruteForceSampler))
         """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
         self._is_gp = isinstance(base, GPSampler)
+
+    @classmethod
+    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: AnyBuild) -> PerfGuardSampler:
+        """Return a sampler that draws again only while ``inner`` repeats a rejected proposal.
+
+        A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
+        """
+        sampler = cls(inner, guard, max_proposals=300)
+        sampler.judges, sampler._given_build = False, build
+        return sampler
 
     @property
     def _build(self) -> AnyBuild | None:

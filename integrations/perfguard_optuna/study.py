@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import optuna
 from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
@@ -31,6 +29,8 @@ from perfguard_optuna.show import progress_line
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+
+P = ParamSpec("P")
 
 
 class GuardedStudy(optuna.Study):
@@ -71,7 +71,7 @@ class GuardedStudy(optuna.Study):
         callbacks = list(callbacks or ())
         if not isinstance(self.pruner, PerfGuardPruner):
             if pruner is None:  # else another was asked for
-                callbacks.append(_UnguardedCallback())
+                callbacks.append(_warner_of_no_pruner())
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
@@ -99,21 +99,18 @@ class GuardedStudy(optuna.Study):
             self.sampler = sampler
 
 
-class _UnguardedCallback:
-    """Warns once of a trial of a GuardedStudy without a PerfGuardPruner that nobody has judged."""
+def _warner_of_no_pruner() -> Callable[[optuna.Study, FrozenTrial], None]:
+    """Return a study callback that warns of the first trial that nobody has judged."""
 
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        if self._has_warned or has_verdict(trial) or trial.state != TrialState.COMPLETE:
-            return
-        self._has_warned = True
+    @functools.cache
+    def warn() -> None:
         warn_user(
             "A GuardedStudy runs without a PerfGuardPruner, so its trials are unguarded. Give it to optimize: "
             'pruner=PerfGuardPruner(gpu="auto", build=build).',
             UnguardedTrialWarning,
         )
+
+    return lambda _, trial: None if has_verdict(trial) or trial.state != TrialState.COMPLETE else warn()
 
 
 class GuardedObjective:
@@ -285,38 +282,16 @@ def repair_of(trial: optuna.Trial) -> Repair:
     return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 
-def create_study(
-    *,
-    storage: str | BaseStorage | None = None,
-    sampler: BaseSampler | None = None,
-    pruner: BasePruner | None = None,
-    study_name: str | None = None,
-    direction: Literal["minimize", "maximize"] | StudyDirection | None = None,
-    load_if_exists: bool = False,
-    directions: Sequence[Literal["minimize", "maximize"] | StudyDirection] | None = None,
-) -> GuardedStudy:
-    """``optuna.create_study``, but of a :class:`GuardedStudy`. The arguments are the same."""
-    storage = optuna.storages.get_storage(storage)
-    study = optuna.create_study(
-        storage=storage,
-        sampler=sampler,
-        pruner=pruner,
-        study_name=study_name,
-        direction=direction,
-        load_if_exists=load_if_exists,
-        directions=directions,
-    )
-    return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
+def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStudy]:
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> GuardedStudy:
+        study = make(*args, **kwargs)
+        return GuardedStudy(study.study_name, study._storage, study.sampler, study.pruner)
+
+    made.__signature__ = inspect.signature(make).replace(return_annotation="GuardedStudy")  # type: ignore[attr-defined]
+    made.__doc__ = f"``optuna.{make.__name__}``, but of a :class:`GuardedStudy`. The arguments are the same."
+    return made
 
 
-def load_study(
-    *,
-    study_name: str | None,
-    storage: str | BaseStorage,
-    sampler: BaseSampler | None = None,
-    pruner: BasePruner | None = None,
-) -> GuardedStudy:
-    """``optuna.load_study``, but of a :class:`GuardedStudy`. The arguments are the same."""
-    storage = optuna.storages.get_storage(storage)
-    study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
-    return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
+create_study = _of_guarded_study(optuna.create_study)
+load_study = _of_guarded_study(optuna.load_study)
