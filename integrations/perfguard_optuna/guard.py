@@ -22,10 +22,8 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import (
-    BudgetWarning,
     ConfigurationError,
     MeasurementWarning,
-    NothingFeasibleWarning,
     TooLargeError,
     UnguardedTrialError,
     UnguardedTrialWarning,
@@ -33,9 +31,9 @@ from perfguard.exceptions import (
 )
 from perfguard.guard import Guard, as_workload
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
-from perfguard.rejections import Rejection
+from perfguard.rejections import Rejection, Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
+from perfguard.verdict import Decision, Verdict
 from perfguard.workload import (
     AnyBuild,
     AnyWorkload,
@@ -306,7 +304,7 @@ class OptunaGuard:
                 trial=trial.number,
                 params=params.given,
                 time_left_s=self._time_left_s(),
-                threshold=self.threshold(study),
+                threshold=self.search_of(study).threshold(self.guard),
             )
         except UnguardedTrialError as error:
             self._write_unjudged(study, trial, str(error))
@@ -318,18 +316,7 @@ class OptunaGuard:
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
         known, verdict = self._trial(study, trial), decision.verdict
         known.decision, known.params, known.error, known.missing = decision, used, None, ()
-        search = self.search_of(study)
-        if verdict.action == "prune":
-            search.count_rejected(verdict)
-        else:
-            if search.num_rejected >= search.patience and verdict.p_violation > self.guard.risk:
-                self.guard.warn_once(
-                    BudgetWarning,
-                    f"No proposal is certain to fit ({search.num_rejected} in a row), so PerfGuard launches a trial that more "
-                    "likely fits than not (shown once). More trials may break a budget than `risk` says. Raise one of the two.",
-                    about="patience",
-                )
-            search.count_launched()
+        self.search_of(study).count(verdict, self.guard)
         attributes = attributes_of(verdict, self.device) | {"decision_id": decision.id}
         self._write(study, trial, attributes, lambda: self.constraints_of(study, verdict))
         return decision
@@ -339,15 +326,6 @@ class OptunaGuard:
         if anew or study.study_name not in self._searches:
             self._searches[study.study_name] = Search()
         return self._searches[study.study_name]
-
-    def threshold(self, study: optuna.Study) -> float | None:
-        """Return the chance of breaking a limit to accept in ``study``. None: what the guard's risk has left.
-
-        A search may find nothing sure for a while, but something that is more likely to fit than not. Otherwise a machine whose
-        times scatter would end a study that has trials to run.
-        """
-        search, patient = self.search_of(study), self.guard.patient_threshold
-        return patient if search.num_rejected >= search.patience and search.least_doubtful <= patient else None
 
     def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
         """Remember that ``params`` do not fit, or forget it where they do now.
@@ -375,7 +353,7 @@ class OptunaGuard:
         if build != self._remembers:
             self.guard.rejections.clear()
             self._rejected_by, self._remembers = set(), build
-        accepted = self.threshold(study) or self.guard.threshold
+        accepted = self.search_of(study).threshold(self.guard) or self.guard.threshold
         for names in list(self._rejected_by):  # other threads add to it
             if params.keys() >= set(names) and (drawn is None or not set(names).isdisjoint(drawn)):
                 key = _rejection_key(study, names, params)
@@ -629,55 +607,6 @@ class _Trial:
     repair_was_read: bool = False
     real_step: RealStep | None = None
     """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
-
-
-@dataclass(slots=True)
-class Search:
-    """Proposals of a study since its last launch."""
-
-    patience: int = 30
-    """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
-    most_rejected: int = 300
-    """Rejections in a row after which nothing is to be found."""
-    num_rejected: int = 0
-    """Proposals in a row that do not fit."""
-    least_doubtful: float = 1.0
-    """Their least chance of breaking a limit."""
-    last: Verdict | None = None
-    """Verdict on the last of them."""
-    has_warned: bool = False
-    has_launched: bool = False
-    """Whether it ever found something to launch."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether so much was rejected that there is nothing to be found."""
-        return self.num_rejected >= self.most_rejected
-
-    def count_rejected(self, verdict: Verdict) -> None:
-        """Count a proposal that does not fit."""
-        self.num_rejected, self.last = self.num_rejected + 1, verdict
-        self.least_doubtful = min(self.least_doubtful, verdict.p_violation)
-
-    def count_launched(self) -> None:
-        """Begin to count anew."""
-        self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
-
-    def warn_that_nothing_fits(self) -> None:
-        """Warn once that the search finds nothing, and how to fix it. Without a proposal there is no warning."""
-        if self.last is None or self.has_warned:
-            return
-        self.has_warned = True
-        what, verb, remedy = "fits", "would", ""
-        if self.last.p_violation <= EVEN_CHANCE:
-            more_risk = math.ceil(10 * self.last.p_violation) / 10
-            what, verb, remedy = "is sure to fit", "may", f", accept more risk (risk={more_risk:g})"
-        warn_user(
-            f"Nothing {what}: {self.num_rejected} proposals in a row {verb} break a budget, the last of them {self.last.reason}. "
-            f"The study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, "
-            "or allow repairs (on_violation='repair').",
-            NothingFeasibleWarning,
-        )
 
 
 class GuardedRun:

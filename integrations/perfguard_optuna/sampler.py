@@ -173,22 +173,22 @@ class PerfGuardSampler(BaseSampler):
             num_repeats = 0 if proposal.rejection is None or self._ticks_off else num_repeats + 1
             if num_repeats == 0:
                 self._reject(study, trial, proposal, verdict)
-            search.count_rejected(verdict)
+            search.count(verdict, self.guard.guard)
             num_rejected += 1
             badness = verdict.p_violation, max(verdict.margins.values(), default=0.0)
             least_bad = min(least_bad, (badness, proposal.drawn), key=lambda known: known[0])
-            patient = self.guard.threshold(study)
+            patient = search.threshold(self.guard.guard)
             if patient is not None and least_bad[0][0] <= patient:  # it is launched now
                 return least_bad[1]
             is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
             if is_stopping or search.is_over:
-                if not is_stopping or not search.has_launched:
+                if not is_stopping or not search.num_launched:
                     search.warn_that_nothing_fits()
                 if study._thread_local.in_optimize_loop:
                     study.stop()
                 return least_bad[1]
             is_asked_for = "fixed_params" in trial.system_attrs  # an enqueued point, which is no evidence about the space
-            if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.has_launched or is_asked_for)):
+            if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.num_launched or is_asked_for)):
                 return least_bad[1]
 
     def _rejection_of(self, study: optuna.Study, proposal: _Proposal) -> Verdict | None:
@@ -196,7 +196,8 @@ class PerfGuardSampler(BaseSampler):
         if not self.judges or proposal.workload is None or proposal.is_fixed:
             return None
         try:
-            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name, threshold=self.guard.threshold(study))
+            threshold = self.guard.search_of(study).threshold(self.guard.guard)
+            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name, threshold=threshold)
         except Exception:  # the guard warns when it decides on the trial
             return None
         return verdict if verdict.action == "prune" else None

@@ -91,7 +91,7 @@ class GuardedStudy(optuna.Study):
                     if left_s is not None and left_s <= 0:
                         break
                     super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
-            if self._stop_flag and not search.has_launched and not isinstance(sampler, PerfGuardSampler):
+            if self._stop_flag and not search.num_launched and not isinstance(sampler, PerfGuardSampler):
                 search.warn_that_nothing_fits()  # the sampler has come to the end of its space
         finally:
             objective.end()

@@ -115,25 +115,25 @@ class PerfGuardSearcher(Searcher):
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
         if self._is_waiting and self._inner_ids:
             return None
-        what, ledger = "", self.ledger
+        what, ledger, counted = "", self.ledger, self.ledger.search
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
-            if suggestion is None and ledger.num_in_vain and not self._inner_ids:  # it waits for a result, and nothing runs
+            if suggestion is None and counted.num_rejected and not self._inner_ids:  # it waits for a result, and nothing runs
                 self._complete_rejected({"error": True})
                 what = "waits for the results of proposals none of which fits"
                 continue
-            if suggestion == Searcher.FINISHED and ledger.num_in_vain and not ledger.num_launched:
-                return self._give_up(f"has no more proposals: none of {ledger.num_in_vain} fits")
+            if suggestion == Searcher.FINISHED and counted.num_rejected and not counted.num_launched:
+                return self._give_up(f"has no more proposals: none of {counted.num_rejected} fits")
             if suggestion is None or suggestion == Searcher.FINISHED:
                 return suggestion
-            number = ledger.num_launched + 1  # as Tune's SearchGenerator counts
+            number = counted.num_launched + 1  # as Tune's SearchGenerator counts
             entry = ledger.judge(merge_dicts(self._constants, suggestion), trial=number, trial_id=trial_id)
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
             if not entry.rejected:
                 return self._launch(trial_id, inner_id, suggestion, entry)
             self._turn_down(inner_id)
-            what = f"proposed {ledger.num_in_vain} configurations in a row that do not fit"
+            what = f"proposed {counted.num_rejected} configurations in a row that do not fit"
         return self._give_up(what)
 
     def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry) -> Any:
