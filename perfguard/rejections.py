@@ -68,11 +68,9 @@ class Rejections:
         self._known[key] = known
         return known
 
-    def forget(self, rejection: Rejection) -> None:
-        """Remove a rejection that another verdict has replaced, under all its keys."""
-        for key, known in list(self._known.items()):  # a copy: other threads add meanwhile
-            if known is rejection:
-                self._known.pop(key, None)
+    def forget(self, key: Hashable) -> None:
+        """Remove what is known of ``key``, which fits now."""
+        self._known.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything: the trials run something else now."""

@@ -31,6 +31,7 @@ from perfguard.exceptions import (
 )
 from perfguard.guard import Guard, as_workload
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
+from perfguard.record import column, measured_by
 from perfguard.rejections import Rejection, Search
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision, Verdict
@@ -52,7 +53,6 @@ from perfguard_optuna.attributes import (
     constraint_names,
     constraints_of,
     has_verdict,
-    measured_attributes_of,
     write,
 )
 from perfguard_optuna.capture import refuse_dry_trial
@@ -65,15 +65,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
     from perfguard.log import MeasurementStore
-
-TrialKey = tuple[str, int, datetime.datetime | None]
-
-
-_NEVER_ASKED = (
-    "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner nowhere else. "
-    "Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
-    "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
-)
 
 
 class OptunaGuard:
@@ -125,7 +116,7 @@ class OptunaGuard:
         self.within_timeout = within_timeout
         self.deadline: float | None = None
         """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
-        self._trials: dict[TrialKey, _Trial] = {}
+        self._trials: dict[tuple[str, int, datetime.datetime | None], _Trial] = {}
         self._running: dict[int, _Trial] = {}
         """The trial that each thread runs."""
         self._searches: dict[str, Search] = {}
@@ -340,8 +331,8 @@ class OptunaGuard:
         if verdict.action == "prune":
             self._rejected_by.add(names)
             rejections.add(key, verdict, num_ended=self.guard.num_ended)
-        elif (known := rejections.get(key)) is not None:
-            rejections.forget(known)
+        else:
+            rejections.forget(key)
 
     def recall(
         self, study: optuna.Study, params: Mapping[str, Any], build: AnyBuild, *, drawn: Collection[str] | None = None
@@ -374,14 +365,15 @@ class OptunaGuard:
 
     def _time_left_s(self) -> float | None:
         """Remaining time of the study; None: it has no time limit."""
-        if self.within_timeout and self.deadline is None:
+        if not self.within_timeout:
+            return None
+        if self.deadline is None:
             self.guard.warn_once(
                 UnguardedTrialWarning,
                 "within_timeout=True has no effect, because the study has no timeout. Give optimize(timeout=...) of a study from "
                 "perfguard_optuna.create_study, or leave it out.",
                 about="within_timeout",
             )
-        if not self.within_timeout or self.deadline is None:
             return None
         return max(0.0, self.deadline - time.monotonic())
 
@@ -415,7 +407,7 @@ class OptunaGuard:
         if known.error is not None:
             self.decide(study, trial, WatchedParams(trial.params), _raiser(known.error), is_read=False)
         else:
-            self._unguarded(self.why_unjudged(study, trial, build), study, trial)
+            self._unguarded(study, trial, self.why_unjudged(study, trial, build))
 
     def report_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
         """Report a trial that ends in ``state`` and was never judged. The arguments are those of a sampler's ``after_trial``.
@@ -431,7 +423,12 @@ class OptunaGuard:
         elif self.build is None or known.missing or known.error is not None:
             self.report_unjudged(study, trial, self.build)
         else:
-            self._unguarded(_NEVER_ASKED, study, trial)
+            never_asked = (
+                "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner "
+                "nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work "
+                "with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+            )
+            self._unguarded(study, trial, never_asked)
 
     def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
         """Report an earlier trial of this process that completed in silence: nothing of PerfGuard heard of it.
@@ -439,13 +436,9 @@ class OptunaGuard:
         Raises:
             UnguardedTrialError: if the guard is strict.
         """
-        trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
-        found = next((trial for trial in trials if trial.number == number), None)
-        if found is None or found.state != TrialState.COMPLETE or has_verdict(found):
-            return
-        known = self._trial(study, found)
-        if known.decision is None and not known.is_over:  # else the storage could not be written to
-            self._unguarded(_NEVER_ASKED)
+        ended = _trial_of(study, study_name, number)
+        if ended is not None and ended.state == TrialState.COMPLETE:
+            self.report_ended(study, ended, ended.state)
 
     def why_unjudged(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None) -> str:
         """Return why ``trial`` has no verdict, and what to do."""
@@ -459,9 +452,8 @@ class OptunaGuard:
             )
         return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
 
-    def _unguarded(self, why: str, study: optuna.Study | None = None, trial: AnyTrial | None = None) -> None:
-        if study is not None and trial is not None:
-            self._write_unjudged(study, trial, why)
+    def _unguarded(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+        self._write_unjudged(study, trial, why)
         if self.guard.strict:
             raise UnguardedTrialError(why)
         self.guard.warn_once(UnguardedTrialWarning, f"A trial runs unguarded. {why}", about="unjudged")
@@ -518,8 +510,7 @@ class OptunaGuard:
         known = self._running.pop(threading.get_ident(), None)
         if known is None or known.run is None:
             return
-        trials = study.get_trials(deepcopy=False) if known.study_name == study.study_name else []
-        ended = next((trial for trial in trials if trial.number == known.trial.number), None)
+        ended = _trial_of(study, known.study_name, known.trial.number)
         status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
         note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
         note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
@@ -546,7 +537,8 @@ class OptunaGuard:
         if elsewhere := self.guard.why_not_measured(measurement):
             attributes["not_measured"] = elsewhere
         else:
-            attributes |= measured_attributes_of(measurement, decision.verdict)
+            measured = measured_by(measurement, decision.verdict.predicted)
+            attributes |= {column(quantity, "measured"): value for quantity, value in measured.items()}
             if measurement.status == "oom":
                 limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
                 needed = measurement.peak_memory_bytes
@@ -677,6 +669,12 @@ def prune_if_out_of_memory(error: BaseException | None) -> None:
     quotes_others = isinstance(error, (UnguardedTrialError, optuna.TrialPruned))
     if isinstance(error, Exception) and not quotes_others and status_of(error) == "oom":
         raise optuna.TrialPruned(f"ran out of memory: {error}") from error
+
+
+def _trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
+    """The trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
+    trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
+    return next((trial for trial in trials if trial.number == number), None)
 
 
 def _free_memory() -> None:

@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
@@ -246,18 +247,9 @@ class _GuardedTrial(optuna.Trial):
         guarded._guard, guarded._build = guard, build
         return guarded
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        value = super().suggest_float(name, low, high, step=step, log=log)
-        self._guard.begin(self.study, self, self._build, final=False)
-        return value
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        value = super().suggest_int(name, low, high, step=step, log=log)
-        self._guard.begin(self.study, self, self._build, final=False)
-        return value
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        value = super().suggest_categorical(name, choices)
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
+        """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
+        value = super()._suggest(name, distribution)
         self._guard.begin(self.study, self, self._build, final=False)
         return value
 
@@ -278,7 +270,7 @@ def repair_of(trial: optuna.Trial) -> Repair:
         >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
         >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
     """
-    guard = getattr(trial.study.pruner, "guard", None)
+    guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 

@@ -57,10 +57,8 @@ class Entry:
     earlier_time_s: float = 0.0
     """Measured in starts before the latest, where the trial goes on from what they reached."""
     earlier_steps: int = 0
-    stopped: bool = False
-    """Whether it was stopped because its measured pace broke the time budget."""
-    cut_short: bool = False
-    """Whether the scheduler stopped it."""
+    end: tuple[Status, str] = ("ok", "")
+    """Status and note, if the trial ends now."""
 
     @property
     def rejected(self) -> bool:
@@ -159,8 +157,8 @@ class Ledger:
             rejections.add(key, decision.verdict, num_ended=self.num_ended, decision_id=decision.id)
             if before is None and self.verbose >= 1:
                 print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
-        elif before is not None:
-            rejections.forget(before)
+        else:
+            rejections.forget(key)
         return _entry(decision, config)
 
     def _decide(
@@ -245,11 +243,13 @@ class Ledger:
             self._unguarded("late", f"A trial runs that PerfGuard would have rejected: it {reason}. {why}")
         return entry
 
-    def finish(self, trial_id: str, status: Status, *, note: str = "") -> None:
-        """The trial is over: log what it cost and learn from it. The first call counts."""
+    def finish(self, trial_id: str, status: Status | None = None, *, note: str = "") -> None:
+        """The trial is over: log what it cost and learn from it. The first call counts. ``status`` of None: :attr:`Entry.end`."""
         entry = self.entries.pop(trial_id, None)
         if entry is None or entry.started_at is None:
             return
+        if status is None:
+            status, note = entry.end[0], entry.end[1] or note
         if not entry.report and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(

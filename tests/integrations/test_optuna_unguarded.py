@@ -10,23 +10,16 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
-from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study, summarize
-from perfguard_optuna.guard import Search
-from tests.doubles import BARE_A100, ReplayPredictor
+from perfguard.rejections import Search
+from perfguard_optuna import OptunaGuard, PerfGuardSampler, create_study, summarize
+from tests.doubles import ReplayPredictor
+from tests.integrations.one_layer import COMPLETE, FAIL, LARGE, PRUNED, SMALL, build, make_pruner, settings
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
-
-COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
-SMALL, LARGE = 8, 4096
-
-
-def build(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
 
 
 def typo(params: Mapping[str, Any]) -> Workload:
@@ -50,13 +43,6 @@ def asks(trial: optuna.Trial) -> float:
     if trial.should_prune():
         raise optuna.TrialPruned
     return float(width)
-
-
-def make_pruner(**options: Any) -> PerfGuardPruner:
-    defaults: dict[str, Any] = {
-        "gpu": BARE_A100, "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
-    }  # fmt: skip
-    return PerfGuardPruner(**(defaults | options))
 
 
 def unguarded(caught: pytest.WarningsRecorder) -> list[warnings.WarningMessage]:
@@ -285,11 +271,6 @@ def test_budget_that_never_binds_is_warned_of(budget: dict[str, Any], fields: di
         make_pruner(strict=True, **budget).guard.check(workload(**fields))
 
 
-def test_energy_budget_on_cpu_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"energy_budget cannot be checked: a CPU .* Leave it out"):
-        make_pruner(gpu="cpu", energy_budget="1J")
-
-
 def strict_plain(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
     study = optuna.create_study(pruner=make_pruner(strict=True, **options))
     study.optimize(objective, n_trials=3)
@@ -358,7 +339,7 @@ def test_strict_error_quoting_oom_does_not_prune() -> None:
 def test_warnings_point_at_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them pointed at perfguard/guard.py. One of these comes from a thread of Optuna's."""
     monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=4))
-    guard = OptunaGuard(BARE_A100, predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
+    guard = OptunaGuard(**settings(on_violation="warn"))
 
     def inline(trial: optuna.Trial) -> float:
         with guard.trial(trial, nn.Linear(64, LARGE), (32, 64), loss=torch.mean):

@@ -257,6 +257,7 @@ def test_grid_point_is_judged_once_for_all_draws(tmp_path: Path) -> None:
     rows = search.ledger.guard.log.records()
     assert Counter(row.params["width"] for row in rows if row.is_pruned) == {4096: 1, 8192: 1, 5000: 1, 6000: 1}
     assert len(rows) == 12
+    assert search.ledger.num_repeated == 4 * 99, "a part is given up once"
 
 
 @pytest.mark.slow
