@@ -22,7 +22,7 @@ from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import Decision, Verdict
+from perfguard.verdict import Decision
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class Entry:
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
-    The guard's memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Whatever
-    fails in here is warned about once; the trial runs unguarded, and is counted.
+    The guard's memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Where the
+    guard fails, it warns once; the trial runs unguarded, and is counted.
 
     Args:
         guard: decides, and learns from what the trials cost.
@@ -138,8 +138,11 @@ class Ledger:
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
         """
         make_workload = functools.cache(functools.partial(self.workload, config))  # it is built once
+        decide = functools.partial(
+            self.guard.decide, make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id
+        )
         if runs_anyway:
-            return _entry(self._decide(make_workload, config, trial, trial_id), config)
+            return _entry(decide(), config)
         threshold, rejections = self.search.threshold(self.guard), self.guard.rejections
         accepted = self.guard.threshold if threshold is None else threshold
         key = self._key_of(config, make_workload)
@@ -148,7 +151,7 @@ class Ledger:
             self.num_repeated += 1
             self.search.count(known.verdict, self.guard)
             return Entry(Decision("", known.verdict), config)
-        decision = self._decide(make_workload, config, trial, trial_id, threshold)
+        decision = decide(threshold=threshold)
         self.search.count(decision.verdict, self.guard)
         before = rejections.get(key)
         if before is not None:
@@ -160,24 +163,6 @@ class Ledger:
         else:
             rejections.forget(key)
         return _entry(decision, config)
-
-    def _decide(
-        self,
-        make_workload: Callable[[], AnyWorkload],
-        config: Mapping[str, Any],
-        trial: int | None,
-        trial_id: str | None,
-        threshold: float | None = None,
-    ) -> Decision:
-        try:
-            return self.guard.decide(
-                make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id, threshold=threshold
-            )
-        except UnguardedTrialError:
-            raise
-        except Exception as error:
-            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {type(error).__name__}: {error}", error)
-            return Decision("", Verdict(action="launch", unjudged=f"{type(error).__name__}: {error}"))
 
     def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
         """Build what the trial of ``config`` would run.
@@ -294,14 +279,14 @@ class Ledger:
         # An earlier experiment may have had the same name.
         return [one for one in records if one.created_at is None or one.created_at.timestamp() >= self.begun_at]
 
-    def _unguarded(self, topic: str, message: str, cause: Exception | None = None) -> None:
+    def _unguarded(self, topic: str, message: str) -> None:
         """Warn once that trials run without a verdict, or against it.
 
         Raises:
             UnguardedTrialError: if the guard is strict; it ends the run.
         """
         if self.guard.strict:
-            raise UnguardedTrialError(message) from cause
+            raise UnguardedTrialError(message)
         self.warn_once(topic, UnguardedTrialWarning, message)
 
     def warn_once(self, topic: str, category: type[Warning], message: str) -> None:

@@ -41,7 +41,7 @@ class _Guarded:
     """The attributes that outlive a restart of the driver, beside the ledger."""
 
     def get_state(self) -> dict[str, Any]:
-        return {"ledger": self.ledger.get_state(), **{name: copy.deepcopy(getattr(self, name)) for name in self._KEPT}}
+        return {"ledger": self.ledger.get_state(), **{name: copy.copy(getattr(self, name)) for name in self._KEPT}}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.ledger.set_state(state["ledger"])

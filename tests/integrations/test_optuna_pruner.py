@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from perfguard.exceptions import (
     ConfigurationError,
     LogWarning,
     PredictorError,
-    UnguardedTrialWarning,
     UnknownDeviceError,
 )
 from perfguard.quantities import format_seconds
@@ -119,72 +118,24 @@ def test_a_trial_is_judged_once_however_often_it_asks() -> None:
 def test_plain_study_trial_is_measured_at_the_next_one() -> None:
     """Without a block nothing says that a trial is over until the next one begins."""
     pruner = make_pruner()
-    study, objective = plain_study_of(SMALL, LARGE, SMALL, pruner=pruner), Objective()
-    study.optimize(objective, n_trials=3)
+
+    def objective(trial: optuna.Trial) -> float:
+        value = Objective()(trial)
+        if trial.number == 2:
+            raise ValueError("a mistake of the user")
+        return value
+
+    study = plain_study_of(SMALL, LARGE, SMALL, SMALL, pruner=pruner)
+    study.optimize(objective, n_trials=4, catch=ValueError)
     records = pruner.guard.log.records(study.study_name)
     assert [(record.number, record.in_words, record.status) for record in records] == [
         (0, "launched", "ok"),
         (1, "pruned", None),
-        (2, "launched", None),
+        (2, "launched", "failed"),
+        (3, "launched", None),
     ]
     assert "time" in records[0].measured
     assert len(pruner.guard.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
-
-
-def test_a_plain_study_logs_a_failed_trial_as_failed() -> None:
-    pruner = make_pruner()
-
-    def objective(trial: optuna.Trial) -> float:
-        value = Objective()(trial)
-        if trial.number == 0:
-            raise ValueError("a mistake of the user")
-        return value
-
-    study = plain_study_of(SMALL, SMALL, pruner=pruner)
-    study.optimize(objective, n_trials=2, catch=ValueError)
-    assert states(study) == [FAIL, COMPLETE]
-    assert [decision.status for decision in pruner.guard.log.records()] == ["failed", None]
-
-
-class Branching(nn.Module):
-    """Takes another way for another batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
-
-
-def build_raising(params: Mapping[str, Any]) -> Workload:
-    raise ZeroDivisionError("a mistake in build")
-
-
-def build_nothing(params: Mapping[str, Any]) -> Any:
-    return nn.Linear(64, params["width"])
-
-
-def build_branching(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Sequential(nn.Linear(64, params["width"]), Branching()), inputs=(32, 64), loss=torch.mean)
-
-
-@pytest.mark.parametrize(
-    ("faulty", "message"),
-    [
-        (build_raising, "raised ZeroDivisionError: a mistake in build"),
-        (build_nothing, "must return a perfguard.Workload, but returned Linear"),
-        (build_branching, "TraceError"),
-    ],
-)
-def test_unjudgeable_trial_launches_with_one_warning(faulty: Callable[..., Any], message: str) -> None:
-    study, objective = plain_study_of(SMALL, LARGE, pruner=make_pruner(build=faulty)), Objective()
-    with pytest.warns(UnguardedTrialWarning, match="could not judge a trial and launches it unguarded") as caught:
-        study.optimize(objective, n_trials=2)
-    assert len(caught) == 1
-    assert message in str(caught[0].message)
-    assert objective.trained == [SMALL, LARGE]
-    for trial in study.trials:
-        record = record_of(trial)
-        assert (record.in_words, record.predicted) == ("unguarded", {})
-        assert message in record.reason
-        assert trial.constraints == {"perfguard:memory": 0.0}
 
 
 def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
@@ -246,22 +197,6 @@ def test_marked_steps_replace_optimizer_steps(steps_by_hand: int, num_steps: int
     plain_study_of(SMALL, pruner=pruner).optimize(InlineObjective(pruner, steps_by_hand=steps_by_hand), n_trials=1)
     (observation,) = pruner.guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert observation.measurement.num_steps == num_steps
-
-
-def test_block_with_nothing_to_judge_warns() -> None:
-    pruner = make_pruner(build=None)
-
-    def objective(trial: optuna.Trial) -> float:
-        width = suggest_width(trial)
-        with pruner.trial(trial):
-            return train(width)
-
-    study = plain_study_of(SMALL, LARGE, pruner=pruner)
-    with pytest.warns(UnguardedTrialWarning, match="does not know what the trials run") as caught:
-        study.optimize(objective, n_trials=2)
-    assert len(caught) == 1
-    assert states(study) == [COMPLETE, COMPLETE]
-    assert [decision.status for decision in pruner.guard.log.records()] == ["ok", "ok"]
 
 
 def test_block_measures_its_own_trial_only() -> None:

@@ -245,10 +245,11 @@ def test_oom_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
     assert [row.measurement.status for row in pruner.guard.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
 
 
-def test_other_errors_end_as_optuna_has_it() -> None:
+@pytest.mark.parametrize("error", [ValueError("a mistake"), TimeoutError("the server did not answer within 30 s")])
+def test_other_errors_end_as_optuna_has_it(error: Exception) -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
-    study.optimize(failing_at(0, ValueError("a mistake")), n_trials=2, catch=ValueError, pruner=pruner)
+    study.optimize(failing_at(0, error), n_trials=2, catch=type(error), pruner=pruner)
     with pytest.raises(ValueError, match="another mistake"):
         study.optimize(failing_at(2, ValueError("another mistake")), n_trials=1)
     assert states(study) == [FAIL, COMPLETE, FAIL]

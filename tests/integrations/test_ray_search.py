@@ -106,20 +106,6 @@ def widths_of(results: tune.ResultGrid) -> list[int]:
 # --- without a cluster: what the wrapped searcher sees
 
 
-def test_only_what_fits_is_suggested() -> None:
-    search = guarded(ListSearcher([LARGE, SMALL, 2048, 16]))
-    assert search.suggest("a") == {"width": SMALL}
-    assert search.suggest("b") == {"width": 16}
-    assert search.suggest("c") == Searcher.FINISHED
-    rows = search.ledger.records()
-    assert [(row.in_words, row.params["width"]) for row in rows] == [
-        ("pruned", LARGE),
-        ("launched", SMALL),
-        ("pruned", 2048),
-        ("launched", 16),
-    ]
-
-
 def test_constants_of_the_space_reach_build() -> None:
     seen: list[Mapping[str, Any]] = []
 
@@ -234,18 +220,6 @@ def test_vain_search_waits_for_the_running_trial() -> None:
     assert len(searcher.widths) == 1
     search.on_trial_complete("a", {"loss": 1.0})
     assert search.suggest("b") == {"width": 16}
-
-
-def test_broken_guard_launches_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = guarded(ListSearcher([LARGE, SMALL]))
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("disk on fire")
-
-    monkeypatch.setattr(search.ledger.guard, "decide", fail)
-    with pytest.warns(UnguardedTrialWarning, match="OSError: disk on fire") as caught:
-        assert [search.suggest("a"), search.suggest("b")] == [{"width": LARGE}, {"width": SMALL}]
-    assert len(caught) == 1
 
 
 def test_unreachable_log_is_named_and_guard_goes_on() -> None:
