@@ -257,7 +257,7 @@ def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),  # type: ignore[arg-type]
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"whole numbers, but got \(32\.0, 64\)"),
         (lambda params: nn.Linear(64, params["width"]), "must return a perfguard.Workload, but returned Linear"),
-        (lambda params: Workload(Branching(), inputs=(32, 64), loss=torch.mean), "TraceError"),
+        (lambda params: Workload(nn.Sequential(nn.Linear(64, 8), Branching()), (32, 64), loss=torch.mean), "TraceError"),
         (argument_typo, r"unexpected keyword argument 'los' \(did you mean 'loss'\?\)"),
         (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
     ],
