@@ -390,7 +390,7 @@ class _Description:
         """Check an operator, and find the types and small values of its outputs."""
         # Shape inference divides by some of these, and does not check all of them.
         positive = ("group", "offset_group", "strides", "dilations", "kernel_shape", "blocksize", "hidden_size", "num_groups",
-                    "num_outputs", "num_heads", "q_num_heads", "kv_num_heads")  # fmt: skip
+                    "num_outputs", "q_num_heads", "kv_num_heads")  # fmt: skip
         is_standard, is_control_flow = node.domain in _STANDARD, any(True for _ in _graphs_in(node))
         if node.op_type == "Constant" and is_standard:
             self._learn_constant(node)
@@ -432,7 +432,7 @@ class _Description:
         try:
             schema = onnx.defs.get_schema(node.op_type, self._context.opset_imports.get(domain, 1), domain)
         except onnx.defs.SchemaError:  # an operator that onnx does not define
-            return self._contributed(node, index)
+            return {}
         protos = {name: self._protos[name] for name in names}
         values = {name: self._values[name] for name in names if name in self._values}
         if node.op_type == "Range":  # runtimes take vectors of one number, shape inference does not
@@ -457,24 +457,6 @@ class _Description:
                 f"gives {_label(node, index)} inputs of shapes {shapes}, which do not fit: {_reason(error)}",
                 _FIXED if self._is_rebatched else _CONTRADICTION,
             ) from None
-
-    def _contributed(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
-        """Types of the outputs of operators that ONNX Runtime puts in when it optimises a model; all others stay opaque."""
-        like_first_input = ("BiasGelu", "FastGelu", "Gelu", "QuickGelu", "LayerNormalization", "SimplifiedLayerNormalization",
-                            "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "MultiHeadAttention", "QLinearAdd",
-                            "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu")  # fmt: skip
-        like_standard = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
-        if node.domain != "com.microsoft" or not node.input or node.input[0] not in self._protos:
-            return {}
-        if node.op_type in like_first_input:
-            return {node.output[0]: self._protos[node.input[0]]}
-        if node.op_type not in like_standard:
-            return {}
-        op_type = like_standard[node.op_type]
-        known = onnx.defs.get_schema(op_type, self._opset).attributes
-        attributes = [attribute for attribute in node.attribute if attribute.name in known]
-        standard = onnx.NodeProto(op_type=op_type, input=node.input[:3], output=node.output, attribute=attributes)
-        return self._inferred(standard, index)
 
     def _learn(self, name: str, proto: onnx.TypeProto) -> None:
         self._protos[name] = proto
