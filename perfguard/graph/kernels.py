@@ -501,8 +501,7 @@ class DevicePaths(TorchFunctionMode):
         cacheable = tensor.dtype is torch.float32 and dtype in _HALF and tensor.requires_grad and tensor.is_leaf
         if not cacheable or tensor._is_view() or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
-        casts = cast_weights()
-        key = id(tensor), dtype
+        casts, key = _of_thread.casts, (id(tensor), dtype)
         if key not in casts:
             casts[key] = tensor, tensor.to(dtype)
         return casts[key][1]
@@ -529,19 +528,20 @@ def _without_overrides(func: types.FunctionType) -> types.FunctionType | None:
 
 
 _lock = threading.Lock()
-_of_thread = threading.local()
 _num_inside = 0
 _USE_ORIGINAL = object()
 """The answer of one who leaves it to the original."""
 _restoring = ExitStack()
 
 
-def cast_weights() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
-    """Autocast's cache of weights on meta, of this thread: (id, dtype) → the weight and its copy."""
-    if not hasattr(_of_thread, "casts"):
-        _of_thread.casts = {}
-    casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = _of_thread.casts
-    return casts
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.device_type = "cuda"
+        self.casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Autocast's cache of weights on meta: (id, dtype) → the weight and its copy."""
+
+
+_of_thread = _OfThread()
 
 
 @contextmanager
@@ -568,7 +568,7 @@ def device_semantics(device_type: str) -> Iterator[None]:
     try:
         yield
     finally:
-        cast_weights().clear()
+        _of_thread.casts.clear()
         with _lock:
             _num_inside -= 1
             if _num_inside == 0:
@@ -611,7 +611,7 @@ def _replace(owner: Any, name: str, override: Callable[..., Any]) -> None:
 
 
 def _clear_casts() -> object:
-    cast_weights().clear()
+    _of_thread.casts.clear()
     return _USE_ORIGINAL
 
 
@@ -620,7 +620,7 @@ def _rename_meta(autocast: Any) -> None:
     original = autocast.__init__
 
     def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, getattr(_of_thread, "device_type", "cuda") if device_type == "meta" else device_type, *args, **kwargs)
+        original(self, _of_thread.device_type if device_type == "meta" else device_type, *args, **kwargs)
 
     _restoring.callback(setattr, autocast, "__init__", original)
     autocast.__init__ = renamed

@@ -10,7 +10,7 @@ import copy
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -192,7 +192,8 @@ class _Tracer:
             if not workload.set_to_none:
                 recorder.phase = Phase.OPTIMIZER
                 torch._foreach_zero_([parameter.grad for parameter in trained if parameter.grad is not None])
-            scale = torch.empty(()) if self._scales_gradients else None
+            is_scaled = workload.precision == "amp-fp16" and not self._target.is_cpu
+            scale = torch.empty(()) if is_scaled else None
             keeps = workload.retain == "outputs"
             returned = computed = -1  # the last operators of the first forward pass, and of its loss
             for number in range(workload.accumulation):
@@ -274,26 +275,15 @@ class _Tracer:
         recorder.adopt((("targets", tensor) for tensor in tensors_in(targets)), StorageKind.INPUT)
         return inputs, targets
 
-    @property
-    def _scales_gradients(self) -> bool:
-        return self._workload.precision == "amp-fp16" and not self._target.is_cpu
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
+    def _autocast(self) -> AbstractContextManager[None]:
         dtype = _AUTOCAST.get(self._workload.precision)
-        if dtype is None:
-            yield
-            return
-        with self._paths.autocast(dtype):
-            yield
+        return nullcontext() if dtype is None else self._paths.autocast(dtype)
 
     def _forward(self, inputs: Any) -> Any:
-        model = self._model
         if isinstance(inputs, dict):
-            return self._guarded(lambda: model(**inputs))
-        if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
-            return self._guarded(lambda: model(*inputs))
-        return self._guarded(lambda: model(inputs))
+            return self._guarded(lambda: self._model(**inputs))
+        several = isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence)
+        return self._guarded(lambda: self._model(*inputs) if several else self._model(inputs))
 
     def _loss(self, output: Any, targets: Any) -> torch.Tensor:
         if self._loss_of is not None:
