@@ -132,34 +132,29 @@ def _name_of(op_type: str, node: Node, inputs: Types, outputs: Types) -> str | N
     return _NAMES.get(op_type)
 
 
-def _convolution(weight_at: int) -> Callable[[Node, Types, Types, Target], Launch | None]:
-    def rule(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-        data, weight = _at(inputs, 0), _at(inputs, weight_at)
-        out = _at(outputs, 0)
-        if data is None or weight is None or out is None:
-            return None
-        rank = len(data.shape) - 2
-        if rank < 1 or not len(weight.shape) == len(out.shape) == rank + 2:
-            return None
-        transposed = node.op_type == "ConvTranspose"
-        kernel = weight.shape[2:]
-        dilation = _sizes(node, "dilations", rank, 1)
-        pads = _sizes(node, "pads", 2 * rank, 0)[:rank]
-        if node.attributes.get("auto_pad", "NOTSET").startswith("SAME"):
-            pads = tuple((size - 1) * step // 2 for size, step in zip(kernel, dilation, strict=True))
-        attributes = convolution_attributes(
-            data.shape,
-            weight.shape,
-            stride=_sizes(node, "strides", rank, 1),
-            padding=pads,
-            dilation=dilation,
-            groups=max(_integer(node, "group", 1), 1),
-            transposed=transposed,
-        )
-        flops = product_flops(data.shape, weight.shape, out.shape, transposed=transposed)
-        return Launch("convolution", "conv", flops, attributes)
-
-    return rule
+def _convolution(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
+    data, weight, out = _at(inputs, 0), _at(inputs, 3 if node.op_type == "QLinearConv" else 1), _at(outputs, 0)
+    if data is None or weight is None or out is None:
+        return None
+    rank = len(data.shape) - 2
+    if rank < 1 or not len(weight.shape) == len(out.shape) == rank + 2:
+        return None
+    transposed = node.op_type == "ConvTranspose"
+    kernel = weight.shape[2:]
+    dilation = _sizes(node, "dilations", rank, 1)
+    pads = _sizes(node, "pads", 2 * rank, 0)[:rank]
+    if node.attributes.get("auto_pad", "NOTSET").startswith("SAME"):
+        pads = tuple((size - 1) * step // 2 for size, step in zip(kernel, dilation, strict=True))
+    attributes = convolution_attributes(
+        data.shape,
+        weight.shape,
+        stride=_sizes(node, "strides", rank, 1),
+        padding=pads,
+        dilation=dilation,
+        groups=max(_integer(node, "group", 1), 1),
+        transposed=transposed,
+    )
+    return Launch("convolution", "conv", product_flops(data.shape, weight.shape, out.shape, transposed=transposed), attributes)
 
 
 def _at(types: Types, index: int) -> TensorType | None:
@@ -176,20 +171,17 @@ def _integer(node: Node, name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _product(left_at: int, right_at: int) -> Callable[[Node, Types, Types, Target], Launch | None]:
-    def rule(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-        left, right, out = _at(inputs, left_at), _at(inputs, right_at), _at(outputs, 0)
-        if left is None or right is None or out is None or not left.shape or not right.shape:
-            return None
-        k = left.shape[-2 if _integer(node, "transA", 0) and len(left.shape) > 1 else -1]
-        if len(right.shape) <= 2:  # PyTorch flattens the rest into one matrix
-            n = math.prod(right.shape) // max(k, 1)
-            return _matrix_product(node, (1, out.num_elements // max(n, 1), n, k))
-        m = left.shape[-2] if len(left.shape) > 1 else 1
-        n = out.shape[-1] if out.shape else 1
-        return _matrix_product(node, (out.num_elements // max(m * n, 1), m, n, k))
-
-    return rule
+def _product(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
+    left, right, out = _at(inputs, 0), _at(inputs, 3 if node.op_type == "QLinearMatMul" else 1), _at(outputs, 0)
+    if left is None or right is None or out is None or not left.shape or not right.shape:
+        return None
+    k = left.shape[-2 if _integer(node, "transA", 0) and len(left.shape) > 1 else -1]
+    if len(right.shape) <= 2:  # PyTorch flattens the rest into one matrix
+        n = math.prod(right.shape) // max(k, 1)
+        return _matrix_product(node, (1, out.num_elements // max(n, 1), n, k))
+    m = left.shape[-2] if len(left.shape) > 1 else 1
+    n = out.shape[-1] if out.shape else 1
+    return _matrix_product(node, (out.num_elements // max(m * n, 1), m, n, k))
 
 
 def _matrix_product(node: Node, product: tuple[int, int, int, int]) -> Launch:
@@ -252,19 +244,9 @@ def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch |
 
 
 _RULES: dict[str, Callable[[Node, Types, Types, Target], Launch | None]] = {
-    "Conv": _convolution(1),
-    "ConvInteger": _convolution(1),
-    "ConvTranspose": _convolution(1),
-    "DeformConv": _convolution(1),
-    "QLinearConv": _convolution(3),
-    "Linear": _product(0, 1),
-    "Gemm": _product(0, 1),
-    "MatMul": _product(0, 1),
-    "MatMulInteger": _product(0, 1),
-    "QLinearMatMul": _product(0, 3),
+    **dict.fromkeys(("Conv", "ConvInteger", "ConvTranspose", "DeformConv", "QLinearConv"), _convolution),
+    **dict.fromkeys(("Linear", "Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"), _product),
     "Einsum": _einsum,
     "Attention": _standard_attention,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
 }
