@@ -14,6 +14,7 @@ from torch import nn
 
 from perfguard.graph import TraceCache, cache, trace
 from perfguard.workload import Workload
+from tests.perfguard.graph.parts import total
 
 NETWORKS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8)), (8, 32)),
@@ -43,11 +44,6 @@ OPTIMIZERS: list[Any] = [
     functools.partial(torch.optim.Adam, weight_decay=0.1),
     lambda parameters: torch.optim.Adam(list(parameters)[:1]),
 ]
-
-
-def total(output: Any) -> torch.Tensor:
-    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return first.float().sum()
 
 
 @pytest.mark.parametrize(("make", "sample"), NETWORKS)

@@ -11,10 +11,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from perfguard import OpGraph
+from perfguard import OpGraph, load_predictor
+from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.graph import StorageKind
 from perfguard.onnx import graph_from_onnx
+from tests.perfguard.onnx import hostile
 
 FLOAT = TensorProto.FLOAT
 
@@ -290,3 +292,30 @@ def test_a_keras_model_comes_in_through_tf2onnx() -> None:
     assert sum(op.flops for op in graph.ops if op.kind == "conv") == convolutions
     assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 4 * (16 * 27 + 16 * 9 + 32 * 144 + 32 * 64 + 64 * 10)
     assert not graph.unmodelled
+
+
+def saved(path: Path, model: onnx.ModelProto) -> Path:
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(("trips", "launches"), [(0, 3), (1, 3), (7, 21), (2**63 - 1, 3000), (None, 3000)])
+def test_a_loop_is_one_operator_that_launches_its_body_for_each_trip(tmp_path: Path, trips: int | None, launches: int) -> None:
+    """TensorFlow's loops count in their body and have the largest number as their limit: a thousand trips are assumed."""
+    graph = read(saved(tmp_path / "m.onnx", hostile.loop(trips, nodes=3)))
+    assert names(graph) == ["Loop"]
+    assert graph.ops[0].attributes["unknown"] == launches
+    assert any("control flow: Loop (1)" in text for text in graph.unmodelled)
+
+
+@pytest.mark.parametrize("predictor", ["guardnet", "dnnabacus"])
+def test_a_loop_of_unknown_length_widens_the_interval(tmp_path: Path, predictor: str) -> None:
+    """37 us (14 to 98) was the answer for any number of trips: the interval says now how little is known."""
+    once = hostile.model_of([helper.make_node("Exp", ["x"], ["y"])], shape=(16,))
+    graphs = (read(saved(tmp_path / "m.onnx", model)) for model in (once, hostile.loop(None)))
+    known, unknown = (load_predictor(predictor).predict(graph, resolve_device("a100")) for graph in graphs)
+    lowest, highest = unknown.step_time.interval()
+    assert highest / lowest > 1000
+    assert lowest < 3 * known.step_time.median < highest
+    assert unknown.step_time.log_sigma > 2 * known.step_time.log_sigma
+    assert any("Loop (1)" in text and "intervals are wider" in text for text in unknown.unmodelled)
