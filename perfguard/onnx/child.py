@@ -197,6 +197,10 @@ def _graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
+def _is_control_flow(node: onnx.NodeProto) -> bool:
+    return any(True for _ in _graphs_in(node))
+
+
 def _num_operators(graph: onnx.GraphProto) -> int:
     """Operators of ``graph`` and of its subgraphs."""
     return len(graph.node) + sum(_num_operators(inner) for node in graph.node for inner in _graphs_in(node))
@@ -348,7 +352,7 @@ class _Description:
             self._learn_tensor(tensor.name, tensor)
         for sparse in graph.sparse_initializer:
             self._learn(sparse.values.name, make_tensor_type_proto(sparse.values.data_type, sparse.dims))
-        whole = self._whole() if any(True for node in graph.node for _ in _graphs_in(node)) else {}
+        whole = self._whole() if any(map(_is_control_flow, graph.node)) else {}
         for index, node in enumerate(graph.node):
             _at(_label(node, index))
             self._follow(node, index, whole)
@@ -385,7 +389,7 @@ class _Description:
         # Shape inference divides by some of these, and does not check all of them.
         positive = ("group", "offset_group", "strides", "dilations", "kernel_shape", "blocksize", "hidden_size", "num_groups",
                     "num_outputs", "q_num_heads", "kv_num_heads")  # fmt: skip
-        is_standard, is_control_flow = node.domain in _STANDARD, any(True for _ in _graphs_in(node))
+        is_standard, is_control_flow = node.domain in _STANDARD, _is_control_flow(node)
         if node.op_type == "Constant" and is_standard:
             self._learn_constant(node)
             return
@@ -535,7 +539,7 @@ class _Description:
     def _node(self, node: onnx.NodeProto, names: _ShortNames) -> list[Any]:
         """An operator as `perfguard.onnx.read.Node` has it; what a subgraph reads from outside counts as inputs."""
         given = node.input[:1] if node.op_type == "CastLike" else node.input
-        is_control_flow = any(True for _ in _graphs_in(node))
+        is_control_flow = _is_control_flow(node)
         captured = [name for name in dict.fromkeys(_names_read_by(node)) if name not in node.input] if is_control_flow else []
         attributes: dict[str, Any] = {}
         for attribute in node.attribute:
