@@ -70,7 +70,7 @@ class _Indescribable(Exception):
 def structure_of(workload: Workload, target: Target) -> Hashable | None:
     """The key of ``workload`` on ``target``; None if it holds something that cannot be compared by value.
 
-    What code reads from global variables is not seen.
+    What code reads from global variables is not seen, nor what an object leaves out of its pickle.
     """
     written = _Bounded()
     pickler = _ByValue(written, compiled=workload.compiled)

@@ -130,15 +130,12 @@ def test_a_changed_attribute_of_a_module_is_seen(of_class: bool, monkeypatch: py
     assert "native_dropout" in {op.name for op in traces.trace(Workload(model, (32, 8), loss=total)).ops}
 
 
-def test_what_cannot_be_compared_is_traced_each_time(count: list[Workload]) -> None:
-    class Holds(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            self.rows = (row for row in [1, 2, 3])
-
+@pytest.mark.parametrize("rows", [(row for row in [1, 2, 3]), bytes(2**24)], ids=["generator", "data set"])
+def test_what_cannot_be_compared_is_traced_each_time(rows: Any, count: list[Workload]) -> None:
     traces = TraceCache()
     with torch.device("meta"):
-        model = Holds()
+        model = nn.Linear(8, 8)
+    model.rows = rows
     for _ in range(2):
         traces.trace(Workload(model, (4, 8), loss=total))
     assert len(count) == 2
