@@ -93,13 +93,12 @@ def launch_of(node: Node, inputs: Types, outputs: Types, target: Target) -> Laun
     """
     if not (node.is_standard or node.domain == OWN_DOMAIN) or node.most_launches:
         return _opaque(node)
-    op_type = node.op_type
-    if node.domain == OWN_DOMAIN and op_type == "Attention":
+    if node.domain == OWN_DOMAIN and node.op_type == "Attention":
         return _attention(node.attributes["flops"], inputs, target, masked=node.attributes["masked"])
-    rule = _RULES.get(op_type)
+    rule = _RULES.get(node.op_type)
     if rule is not None:
         return rule(node, inputs, outputs, target) or _opaque(node)
-    name = _name_of(op_type, node, inputs, outputs)
+    name = _name_of(node, inputs, outputs)
     if name is None:
         return _opaque(node)
     kind = kind_of(name)
@@ -117,9 +116,10 @@ def _named(names: Sequence[str]) -> list[str]:
     return [name for name in names if name]
 
 
-def _name_of(op_type: str, node: Node, inputs: Types, outputs: Types) -> str | None:
-    rank = len(outputs[0].shape) if outputs and outputs[0] is not None else 0
+def _name_of(node: Node, inputs: Types, outputs: Types) -> str | None:
+    op_type = node.op_type
     if op_type in _POOL_NAMES:
+        rank = len(outputs[0].shape) if outputs and outputs[0] is not None else 0
         return _POOL_NAMES[op_type].format(max(rank - 2, 1))
     if op_type in ("Resize", "Upsample"):
         return _RESIZE_NAMES.get(node.attributes.get("mode", "nearest"), "upsample_nearest2d")
