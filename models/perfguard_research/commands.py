@@ -102,10 +102,8 @@ def collect(words: Sequence[str]) -> None:
             memory_limit=limit,
             seed=arguments.seed,
             on_row=lambda row: progress.update(task, advance=1, description=f"{row['space']} {row['model']}: {row['status']}"),
-            on_note=lambda text: console.print(text, markup=False, highlight=False),
         )
     print_line = functools.partial(console.print, markup=False, highlight=False)
-    print_line(f"{report.rows.total()} rows in {report.seconds:.0f} s")
     for (space, status), count in sorted(report.rows.items()):
         print_line(f"{space}: {count} x {status}")
     for reason, count in report.left_out.most_common(5):

@@ -66,7 +66,7 @@ class Network:
     def num_indices(self) -> int:
         """Integers of a batch and of its targets lie below."""
         sizes = self.config
-        return int(sizes.get("vocab_size") or sizes.get("vocabulary") or sizes.get("classes") or sizes.get("num_classes") or 1000)
+        return int(sizes.get("vocab_size") or sizes.get("classes") or sizes.get("num_classes") or 1000)
 
     def make(self) -> nn.Module:
         """The network, on the current default device. On the meta device it takes no memory.
@@ -469,39 +469,6 @@ def _perceptron(network: Network, name: str) -> nn.Module:
     return nn.Sequential(*modules)
 
 
-_OPERATORS: dict[str, Callable[[Config], nn.Module]] = {
-    "linear": lambda s: nn.Linear(s["inputs"], s["outputs"]),
-    "conv": lambda s: nn.Conv2d(s["inputs"], s["outputs"], s["kernel"], s["stride"], s["kernel"] // 2),
-    "depthwise-conv": lambda s: nn.Conv2d(s["inputs"], s["inputs"], s["kernel"], s["stride"], s["kernel"] // 2, 1, s["inputs"]),
-    "layer-norm": lambda s: nn.LayerNorm(s["inputs"]),
-    "batch-norm": lambda s: nn.BatchNorm2d(s["inputs"]),
-    "embedding": lambda s: nn.Embedding(s["vocabulary"], s["outputs"]),
-    "bmm": lambda s: Applied(torch.bmm),
-    "softmax": lambda s: nn.Softmax(-1),
-    "gelu": lambda s: nn.GELU(),
-    "add": lambda s: Applied(torch.add),
-    "max-pool": lambda s: nn.MaxPool2d(s["kernel"], s["stride"], s["kernel"] // 2),
-    "attention": lambda s: Applied(F.scaled_dot_product_attention),
-}
-TRAINABLE_OPERATORS = ("linear", "conv", "depthwise-conv", "layer-norm", "batch-norm", "embedding")
-OPERATORS = tuple(_OPERATORS)
-
-
-def _operator_batch(network: Network, name: str, n: int, train: bool) -> Batch:
-    sizes, op = network.config, network.config["op"]
-    matrix = (n, sizes.get("length", 1), sizes.get("inputs", 1))
-    inputs: Any = [matrix, matrix] if op == "add" else matrix
-    if op in ("conv", "depthwise-conv", "batch-norm", "max-pool"):
-        inputs = n, sizes["inputs"], sizes["img_size"], sizes["img_size"]
-    elif op == "embedding":
-        inputs = TensorSpec((n, sizes["length"]), "int64")
-    elif op == "bmm":
-        inputs = [matrix, (n, sizes["inputs"], sizes["outputs"])]
-    elif op == "attention":
-        inputs = [(n, sizes["heads"], sizes["length"], sizes["head_width"])] * 3
-    return Batch(inputs, None, mean_of)
-
-
 def _sized(*names: str) -> Callable[[Network, str, int, bool], Batch]:
     """Batches of classified samples, whose shape has the sizes of these names."""
     return lambda network, _, n, train: _classes(n, train, (n, *(network.config[name] for name in names)))
@@ -525,5 +492,4 @@ _KINDS: dict[str, _Kind] = {
     "perfguard:mlp": _Kind(_mlp, _sized("inputs"), checkpoints=True),
     "perfguard:perceptron": _Kind(_perceptron, _sized("inputs")),
     "perfguard:recurrent": _Kind(lambda network, _: Recurrent(network.config), _sized("length", "inputs")),
-    "perfguard:operator": _Kind(lambda network, _: _OPERATORS[network.config["op"]](network.config), _operator_batch),
 }

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
 from perfguard.devices import Device
 from perfguard.workload import Layout, Mode, Precision, Tf32
-from perfguard_research.networks import EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS, Network
+from perfguard_research.networks import EDGES, NUM_EDGES, Network
 from perfguard_research.tables import MeasuredRow
 
 T = TypeVar("T")
-Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
+Space = Literal["vision", "text", "mlp", "rnn", "nas"]
 SPACES: tuple[Space, ...] = get_args(Space)
 
 _TIMM = (
@@ -38,9 +40,6 @@ _FIXED_SIZE = ("vit", "deit3", "swin", "mixer", "resmlp", "coatnet", "xcit", "ca
 _TORCHVISION = (
     "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
     "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
-)  # fmt: skip
-_CHECKPOINTING_IN_TIMM = (
-    "resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin",
 )  # fmt: skip
 _ENCODER_DECODER = ("t5", "bart")
 TEXT: dict[str, tuple[str, Mapping[str, str]]] = {  # type of model: its class, and the names of our sizes in its configuration
@@ -62,6 +61,7 @@ TEXT: dict[str, tuple[str, Mapping[str, str]]] = {  # type of model: its class, 
         "encoder_attention_heads": "heads", "decoder_attention_heads": "heads", "encoder_ffn_dim": "4 width",
         "decoder_ffn_dim": "4 width"}),
 }  # fmt: skip
+TEXT_LIBRARIES = tuple(f"transformers.models.{name}.modeling_{name}" for name in TEXT)
 # What is drawn for the networks of ours, in this order. A tuple is the range of a size (and what it is a multiple of); of a list
 # one is taken.
 _CNN = {
@@ -78,11 +78,6 @@ _RNN = {
     "cell": ["lstm", "gru", "rnn"], "inputs": (16, 512), "width": (32, 1024), "depth": (1, 4), "length": (8, 256),
     "bidirectional": [False, True],
 }  # fmt: skip
-_IMAGE_OPERATOR = {
-    "inputs": (4, 1024, 2), "img_size": (7, 256), "outputs": (4, 1024, 2), "kernel": [1, 3, 3, 5, 7], "stride": [1, 1, 2],
-}  # fmt: skip
-_ATTENTION = {"heads": (1, 32), "length": (16, 2048), "head_width": [32, 64, 64, 128]}
-_OTHER_OPERATOR = {"length": (1, 512), "inputs": (16, 8192), "outputs": (16, 8192)}
 
 
 class Draft(NamedTuple):
@@ -137,30 +132,18 @@ def drafts(spaces: Sequence[Space], *, seed: int, device: Device) -> Iterator[Dr
         seed: of the order.
         device: on which they run. On a CPU networks are smaller, and there are only options that a CPU has.
     """
-    points = [_points(f"{seed} {space}", 0.6 if device.kind == "cpu" else 1.0) for space in spaces]
-    index = 0
-    while True:
-        for space, stream in zip(spaces, points, strict=True):
-            yield _draft(index, space, next(stream), device)
-            index += 1
+    reach = 0.6 if device.kind == "cpu" else 1.0
+    points = {space: _points(f"{seed} {space}", reach) for space in spaces}
+    for number, space in enumerate(itertools.cycle(spaces)):
+        yield _draft(number, space, next(points[space]), device)
 
 
-def without_missing_packages(spaces: Sequence[Space]) -> tuple[list[Space], list[str]]:
-    """The spaces that can be had here, and a line for each that cannot; one for packages that a space can do without too."""
-    left, lines = list(spaces), list[str]()
-    if "text" in left and not _is_there("transformers"):
-        left.remove("text")
-        lines.append("The space text is left out: transformers cannot be imported.")
-    missing = [name for name in ("timm", "torchvision") if "vision" in left and not _is_there(name)]
-    return left, [*lines, *(f"The space vision is without {name}'s networks: it cannot be imported." for name in missing)]
-
-
-def _is_there(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    except Exception:  # a package that is broken is not there either
-        return False
-    return True
+def import_libraries(spaces: Sequence[Space]) -> None:
+    """Import the libraries of the networks of ``spaces``. Networks whose library is missing cannot be made, and are left out."""
+    libraries: dict[str, tuple[str, ...]] = {"vision": ("timm", "torchvision.models"), "text": TEXT_LIBRARIES}
+    for library in itertools.chain.from_iterable(libraries.get(space, ()) for space in spaces):
+        with suppress(Exception):  # it is missing, or broken
+            importlib.import_module(library)
 
 
 def _points(name: str, reach: float, *, choices: int = 32, block: int = 64) -> Iterator[Point]:
@@ -189,22 +172,22 @@ def _draft(number: int, space: Space, point: Point, device: Device) -> Draft:
     compiled = point.share() < 1 / 64
     memory_share, round_batch = _memory_share(point.share(), point.share()), point.share() < 0.5
     network = _NETWORKS[space](point)
-    train = mode == "train" and network.config.get("op", "linear") in TRAINABLE_OPERATORS
+    can_checkpoint = network.name.startswith("hf:") or network.name in ("perfguard:cnn", "perfguard:cells", "perfguard:mlp")
     has_images = "image" in network.input or "img_size" in network.config
     row = MeasuredRow(
         table="collected",
         source="collected",
         family=network.family,
-        network=dataclasses.replace(network, checkpointing=checkpointing and train and _can_checkpoint(network)),
-        mode="train" if train else "infer",
+        network=dataclasses.replace(network, checkpointing=checkpointing and mode == "train" and can_checkpoint),
+        mode=mode,
         gpu=device.id,
         batch_size=1,
         precision=precision,
         tf32=tf32,
         layout=layout if has_images else "nchw",
-        optimizer=optimizer if train else "none",
+        optimizer=optimizer if mode == "train" else "none",
         cudnn_benchmark=benchmark and on_gpu,
-        compiled=compiled and on_gpu and space != "ops",
+        compiled=compiled and on_gpu,
         memory_kind="driver" if on_gpu else "resident",
         figures=device,
     )
@@ -216,18 +199,11 @@ def _memory_share(which: float, where: float) -> float:
     return 0.8 + 0.5 * where if which < 1 / 4 else 0.02 * math.exp(math.log(0.8 / 0.02) * where)
 
 
-def _can_checkpoint(network: Network) -> bool:
-    prefix, _, name = network.name.partition(":")
-    if prefix == "timm":
-        return name.startswith(_CHECKPOINTING_IN_TIMM)
-    return prefix == "hf" or (prefix == "perfguard" and name in ("cnn", "cells", "mlp"))
-
-
 # The network of each space
 
 
 def _vision(point: Point) -> Network:
-    kind = point.choice([*(kind for kind in ("timm", "torchvision") if _is_there(kind)), "cnn"])
+    kind = point.choice(("timm", "torchvision", "cnn"))
     if kind == "cnn":
         sizes = point.sizes(_CNN)
         sizes |= {"down": [round(sizes["depth"] * part) for part in sizes["down"]], "classes": 100}
@@ -269,15 +245,10 @@ def _text(point: Point) -> Network:
     return Network(name=f"hf:{cls}", config=config, input=lengths, family=model_type)
 
 
-def _ops(point: Point) -> Network:
-    op = point.choice(OPERATORS)
-    is_image = op in ("conv", "depthwise-conv", "batch-norm", "max-pool")
-    sizes = point.sizes(_IMAGE_OPERATOR if is_image else _ATTENTION if op == "attention" else _OTHER_OPERATOR)
-    if op == "embedding":
-        sizes["vocabulary"] = point.size(1000, 100_000)
-    return Network(name="perfguard:operator", config={"op": op, **sizes}, family=op)
-
-
 _NETWORKS: dict[Space, Callable[[Point], Network]] = {
-    "vision": _vision, "text": _text, "mlp": _mlp, "rnn": _rnn, "nas": _nas, "ops": _ops,
-}  # fmt: skip
+    "vision": _vision,
+    "text": _text,
+    "mlp": _mlp,
+    "rnn": _rnn,
+    "nas": _nas,
+}
