@@ -6,11 +6,10 @@ others. Networks of ``perfguard:`` are made of a few sizes; `perfguard collect` 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -330,37 +329,63 @@ NUM_EDGES = 6
 """Edges of a cell of four nodes."""
 
 
-class Checkpointed(nn.Module):
-    """``body``, whose activations are not kept but computed again in the backward pass."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
+class Checkpointed(nn.Sequential):
+    """Layers whose activations are not kept but computed again in the backward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
         return out
+
+
+def _blocks(network: Network, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    return [Checkpointed(block) for block in blocks] if network.checkpointing else list(blocks)
+
+
+def _classified(*layers: nn.Module, width: int, sizes: Config) -> nn.Module:
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, sizes["classes"]))
 
 
 class ConvBlock(nn.Module):
     """Convolution, norm, activation; plain, with a residual connection, or depthwise and then pointwise."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, sizes: Config) -> None:
+    def __init__(self, width: int, stride: int, sizes: Config) -> None:
         super().__init__()
-        kernel, depthwise = sizes["kernel"], sizes["style"] == "depthwise"
-        norms: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": functools.partial(nn.GroupNorm, 2)}
-        middle = inputs if depthwise else outputs
-        layers: list[nn.Module] = [
-            nn.Conv2d(inputs, middle, kernel, stride, kernel // 2, groups=inputs if depthwise else 1, bias=False)
-        ]
-        layers += [nn.Conv2d(middle, outputs, 1)] if depthwise else []
-        layers += [norms[sizes["norm"]](outputs)] if sizes["norm"] in norms else []
+        kernel, is_depthwise = sizes["kernel"], sizes["style"] == "depthwise"
+        groups = width if is_depthwise else 1
+        layers: list[nn.Module] = [nn.Conv2d(width, width, kernel, stride, kernel // 2, groups=groups, bias=False)]
+        if is_depthwise:
+            layers.append(nn.Conv2d(width, width, 1))
+        if sizes["norm"] != "none":
+            layers.append(nn.BatchNorm2d(width) if sizes["norm"] == "batch" else nn.GroupNorm(2, width))
         self.body = nn.Sequential(*layers, ACTIVATIONS[sizes["activation"]]())
-        self.is_residual = sizes["style"] == "residual" and inputs == outputs and stride == 1
+        self.is_residual = sizes["style"] == "residual" and stride == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.body(x)
         return x + y if self.is_residual else y
+
+
+def _cnn(network: Network, name: str) -> nn.Module:
+    sizes, width = network.config, network.config["width"]
+    blocks = (ConvBlock(width, 2 if at in sizes["down"] else 1, sizes) for at in range(sizes["depth"]))
+    return _classified(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), width=width, sizes=sizes)
+
+
+class Edge(nn.Sequential):
+    """One of EDGES; "none" is zero and "skip" nothing."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__()
+        self.is_zero = name == "none"
+        if name == "pool":
+            self.append(nn.AvgPool2d(3, 1, 1))
+        elif name.startswith("conv"):
+            kernel = int(name[-1])
+            convolution = nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False)
+            self.extend([nn.ReLU(), convolution, nn.BatchNorm2d(width)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x) if self.is_zero else super().forward(x)
 
 
 class Cell(nn.Module):
@@ -368,7 +393,7 @@ class Cell(nn.Module):
 
     def __init__(self, width: int, edges: Sequence[str]) -> None:
         super().__init__()
-        self.edges = nn.ModuleList(_edge(name, width) for name in edges)
+        self.edges = nn.ModuleList(Edge(name, width) for name in edges)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         nodes = [x]
@@ -378,61 +403,29 @@ class Cell(nn.Module):
         return nodes[-1]
 
 
+def _cells(network: Network, name: str) -> nn.Module:
+    sizes, width = network.config, network.config["width"]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for stage in range(3):
+        if stage:
+            layers += [nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width)]
+            width *= 2
+        layers += _blocks(network, (Cell(width, sizes["edges"]) for _ in range(sizes["cells"])))
+    return _classified(*layers, nn.ReLU(), width=width, sizes=sizes)
+
+
 class Recurrent(nn.Module):
     """A recurrent network over a sequence of vectors; its last output is classified."""
 
     def __init__(self, sizes: Config) -> None:
         super().__init__()
-        layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]]
-        both = sizes["bidirectional"]
+        layer, both = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]], sizes["bidirectional"]
         self.body = layer(sizes["inputs"], sizes["width"], sizes["depth"], batch_first=True, bidirectional=both)
         self.head = nn.Linear((2 if both else 1) * sizes["width"], sizes["classes"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.body(x)[0][:, -1])
         return out
-
-
-class Applied(nn.Module):
-    """A function of the inputs, without parameters."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.function(*inputs)
-
-
-def _edge(name: str, width: int) -> nn.Module:
-    if not name.startswith("conv"):
-        return {"none": Applied(torch.zeros_like), "skip": nn.Identity(), "pool": nn.AvgPool2d(3, 1, 1)}[name]
-    kernel = int(name[-1])
-    return nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width))
-
-
-def _blocks(network: Network, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    return [Checkpointed(block) for block in blocks] if network.checkpointing else list(blocks)
-
-
-def _head(width: int, sizes: Config) -> list[nn.Module]:
-    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, sizes["classes"])]
-
-
-def _cnn(network: Network, name: str) -> nn.Module:
-    sizes, width = network.config, network.config["width"]
-    blocks = [ConvBlock(width, width, 2 if index in sizes["down"] else 1, sizes) for index in range(sizes["depth"])]
-    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), *_head(width, sizes))
-
-
-def _cells(network: Network, name: str) -> nn.Module:
-    sizes, width, layers = network.config, network.config["width"], list[nn.Module]()
-    for stage in range(3):
-        if stage:
-            layers += [nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width)]
-            width *= 2
-        layers += _blocks(network, [Cell(width, sizes["edges"]) for _ in range(sizes["cells"])])
-    return nn.Sequential(nn.Conv2d(3, sizes["width"], 3, padding=1), *layers, nn.ReLU(), *_head(width, sizes))
 
 
 def _mlp(network: Network, name: str) -> nn.Module:
@@ -447,14 +440,14 @@ def _mlp(network: Network, name: str) -> nn.Module:
     return nn.Sequential(*_blocks(network, blocks), nn.Linear(before, sizes["classes"]))
 
 
-_ACTIVATIONS_OF_LAYERS = (
+_ACTIVATION_LAYERS = (
     "ReLU", "Softplus", "PReLU", "SiLU", "Mish", "Identity", "SELU", "Tanh", "ELU", "LeakyReLU", "GELU", "Sigmoid",
 )  # fmt: skip
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "batch_normalization": nn.BatchNorm1d,
     "dropout": lambda _: nn.Dropout(),
     "Softmax": lambda _: nn.Softmax(dim=1),
-    **{name: functools.partial(lambda cls, _: cls(), getattr(nn, name)) for name in _ACTIVATIONS_OF_LAYERS},
+    **{name: lambda _, name=name: getattr(nn, name)() for name in _ACTIVATION_LAYERS},
 }
 """Layers of GPUMemNet's perceptrons beside "linear", by their number of features."""
 
