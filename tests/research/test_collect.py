@@ -23,22 +23,10 @@ from perfguard_research.collect.loop import COLUMNS, collect, collecting_device
 from perfguard_research.collect.run import limit_memory, measured_columns, run_apart, run_row
 from perfguard_research.csv_rows import read_table
 from perfguard_research.evaluate import evaluate
-from perfguard_research.networks import Network
-from perfguard_research.tables import MeasuredRow
+from tests.rows import MLP, mlp
 
 MiB = 2**20
-SMALL = {"inputs": 16, "width": 32, "depth": 1, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
-MLP = MeasuredRow(
-    table="collected", source="collected", family="mlp", network=Network(name="perfguard:mlp", config=SMALL), mode="train",
-    gpu="cpu", batch_size=8, optimizer="sgd-momentum",
-)  # fmt: skip
-
-
-def with_sizes(**sizes: int) -> MeasuredRow:
-    return dataclasses.replace(MLP, network=Network(name="perfguard:mlp", config=SMALL | sizes))
-
-
-HUGE = dataclasses.replace(with_sizes(inputs=4096, width=4096), batch_size=2**16)
+HUGE = dataclasses.replace(mlp(inputs=4096, width=4096, depth=1), batch_size=2**16)
 """Its batch alone has a gibibyte, and a step takes seconds."""
 CPU = resolve_device("cpu")
 
@@ -71,7 +59,7 @@ def test_run_that_does_not_fit_is_an_oom_row() -> None:
 
 
 def test_an_error_of_the_run_is_its_status() -> None:
-    row = run_apart(with_sizes(classes=-1), CPU)
+    row = run_apart(mlp(classes=-1), CPU)
     assert row["status"] == "failed"
     assert "cannot be made" in row["note"]
 

@@ -18,20 +18,14 @@ from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow, parser_of
 from tests import zoo
 from tests.doubles import TOY_CPU
+from tests.rows import MLP, mlp
 
 OWN: tuple[Space, ...] = ("mlp", "rnn", "nas")
 """Spaces that need no other package."""
-MLP = {"inputs": 64, "width": 256, "depth": 3, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
 
 
 def first(number: int, spaces: tuple[Space, ...] = OWN, *, seed: int = 0, on_gpu: bool = True) -> list[Draft]:
     return list(itertools.islice(drafts(spaces, seed=seed, device=resolve_device("t4" if on_gpu else "cpu")), number))
-
-
-def mlp(**sizes: object) -> MeasuredRow:
-    network = Network(name="perfguard:mlp", config=MLP | sizes)
-    return MeasuredRow(table="collected", source="collected", family="mlp", network=network, mode="train", gpu="t4", batch_size=1,
-                       optimizer="sgd-momentum")  # fmt: skip
 
 
 def draft_of(row: MeasuredRow, share: float, *, round_batch: bool = False) -> Draft:
@@ -124,7 +118,7 @@ def test_batch_at_clamps_cost_never_reached() -> None:
 
 def test_a_plan_takes_the_wanted_share_of_the_memory() -> None:
     device = resolve_device("t4")
-    row = plan(mlp(), 0.25, device, round_batch=True)
+    row = plan(mlp(width=256, depth=3), 0.25, device, round_batch=True)
     peak = graph_of(row, device).peak_live_bytes + device.context_bytes
     assert peak == pytest.approx(0.25 * device.memory_bytes, rel=0.06)
     assert row.batch_size % 16 == 0
@@ -139,7 +133,7 @@ def test_plan_has_no_long_step_unless_it_should_fail() -> None:
 
 def test_plan_gives_reason_for_untraceable_network() -> None:
     network = Network(name="perfguard:mlp", config={"inputs": 3, "depth": 1})
-    draft = draft_of(dataclasses.replace(mlp(), network=network), 0.5)
+    draft = draft_of(dataclasses.replace(MLP, network=network), 0.5)
     reason = planned(draft, resolve_device("t4"), 2**34)
     assert isinstance(reason, str)
     assert "cannot be made: KeyError: 'width'" in reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 from collections import Counter
@@ -14,19 +13,14 @@ from perfguard import resolve_device
 from perfguard.cli import main
 from perfguard.devices import Device
 from perfguard.exceptions import TableError
-from perfguard.workload import Tf32
 from perfguard_research.collect.loop import COLUMNS, columns_of
 from perfguard_research.collect.spaces import Draft
 from perfguard_research.dataset import dataset_of
-from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow, kind_of_table, parser_of, read_rows
 from tests.doubles import TOY_CPU
+from tests.rows import mlp, write
 
-SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": True, "dropout": False, "activation": "relu", "classes": 10}
-MLP = MeasuredRow(
-    table="collected", source="collected", family="mlp-norm", network=Network(name="perfguard:mlp", config=SIZES), mode="train",
-    gpu="t4", batch_size=32, precision="amp-bf16", optimizer="sgd-momentum",
-)  # fmt: skip
+MLP = dataclasses.replace(mlp(norm=True), batch_size=32, precision="amp-bf16")
 MEASURED = {
     "status": "ok",
     "peak_memory_mib": "600",
@@ -53,7 +47,7 @@ def test_collected_row_is_rebuilt_from_its_columns() -> None:
     row = parser_of(COLUMNS, "rows.csv")(row_of(gpu_util="40"))
     assert row.structure == MLP.structure
     assert (row.source, row.family, row.mode, row.batch_size, row.precision) == (
-        "collected", "mlp-norm", "train", 32, "amp-bf16",
+        "collected", "mlp", "train", 32, "amp-bf16",
     )  # fmt: skip
     assert (row.peak_memory_bytes, row.step_time_s, row.gpu_util) == (600 * 2**20, 0.0025, 0.4)
     assert row.capacity_bytes == 2**31
@@ -63,17 +57,9 @@ def test_collected_row_is_rebuilt_from_its_columns() -> None:
     assert (workload.inputs, workload.precision, workload.mode) == ((32, 64), "amp-bf16", "train")
 
 
-@pytest.mark.parametrize("tf32", ["default", "on", "off"])
-def test_a_collected_row_says_where_tf32_is_used(tf32: Tf32) -> None:
-    row = dataclasses.replace(MLP, precision="fp32", tf32=tf32)
-    assert parser_of(COLUMNS, "rows.csv")(row_of(row)).tf32 == tf32
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": "[1]"}, "column 'config' must be a JSON object"),
-        ({"gpu": ""}, "column 'gpu' is empty"),
         ({"gpu_util": "140"}, "'gpu_util' must lie between 0 and 100"),
         ({"device": "{"}, "column 'device' must be a device as `perfguard collect` writes it"),
         ({"device": '{"id": "cpu"}'}, "column 'device' must be a device as `perfguard collect` writes it: .*missing"),
@@ -90,14 +76,6 @@ def test_a_row_that_cannot_be_right_is_named(changes: dict[str, str], message: s
 def test_row_has_the_figures_of_a_device_that_no_catalog_has(device: Device) -> None:
     row = parser_of(COLUMNS, "rows.csv")(row_of(gpu=device.id, device=figures_of(device)))
     assert row.device == device
-
-
-def write(table: Path, rows: list[dict[str, str]]) -> Path:
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    return table
 
 
 def test_row_of_a_processor_needs_its_figures_to_be_learnt_from(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from perfguard_models import guardnet
 from perfguard_research.dataset import Fold, Run
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
 from perfguard_research.tables import parser_of
+from tests.rows import write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
 GPUS = ("t4", "p4", "v100-pcie-32gb")
@@ -23,14 +23,6 @@ RUN = {
     "model": "mpt", "mode": "train", "num_gpus": "1", "parallel": "none", "input": '{"seq_len": 16}', "memory_kind": "unknown",
     "precision": "fp32", "optimizer": "sgd", "peak_memory_mib": "",
 }  # fmt: skip
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 @pytest.fixture(scope="module")
