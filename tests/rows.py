@@ -12,9 +12,9 @@ import pandas as pd
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow
 
-_SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
+SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
 MLP = MeasuredRow(
-    table="collected", source="collected", family="mlp", network=Network(name="perfguard:mlp", config=_SIZES), mode="train",
+    table="collected", source="collected", family="mlp", network=Network(name="perfguard:mlp", config=SIZES), mode="train",
     gpu="t4", batch_size=8, optimizer="sgd-momentum",
 )  # fmt: skip
 """A perceptron as `perfguard collect` draws it."""
@@ -28,7 +28,7 @@ RUN_COLUMNS = [
 
 def mlp(**sizes: object) -> MeasuredRow:
     """MLP with other sizes."""
-    return replace(MLP, network=Network(name="perfguard:mlp", config=_SIZES | sizes))
+    return replace(MLP, network=Network(name="perfguard:mlp", config=SIZES | sizes))
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

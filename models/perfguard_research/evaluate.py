@@ -196,7 +196,7 @@ def with_predictions(columns: Sequence[str], rows: Sequence[Mapping[str, str]], 
     """The table as CSV, with the predicted columns after its own."""
     predicted = pd.DataFrame([result.columns() for result in results]).reindex(columns=predicted_columns(columns))
     own = pd.DataFrame(rows, columns=columns).drop(columns=predicted.columns, errors="ignore")
-    return own.join(predicted).to_csv(index=False)
+    return str(own.join(predicted).to_csv(index=False))
 
 
 def as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:

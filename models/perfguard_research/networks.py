@@ -329,11 +329,15 @@ NUM_EDGES = 6
 """Edges of a cell of four nodes."""
 
 
-class Checkpointed(nn.Sequential):
-    """Layers whose activations are not kept but computed again in the backward pass."""
+class Checkpointed(nn.Module):
+    """``body``, whose activations are not kept but computed again in the backward pass."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
         return out
 
 
@@ -371,21 +375,18 @@ def _cnn(network: Network, name: str) -> nn.Module:
     return _classified(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), width=width, sizes=sizes)
 
 
-class Edge(nn.Sequential):
-    """One of EDGES; "none" is zero and "skip" nothing."""
-
-    def __init__(self, name: str, width: int) -> None:
-        super().__init__()
-        self.is_zero = name == "none"
-        if name == "pool":
-            self.append(nn.AvgPool2d(3, 1, 1))
-        elif name.startswith("conv"):
-            kernel = int(name[-1])
-            convolution = nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False)
-            self.extend([nn.ReLU(), convolution, nn.BatchNorm2d(width)])
+class Zero(nn.Module):
+    """Zeros like the input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x) if self.is_zero else super().forward(x)
+        return torch.zeros_like(x)
+
+
+def _edge(name: str, width: int) -> nn.Module:
+    if not name.startswith("conv"):
+        return {"none": Zero(), "skip": nn.Identity(), "pool": nn.AvgPool2d(3, 1, 1)}[name]
+    kernel = int(name[-1])
+    return nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width))
 
 
 class Cell(nn.Module):
@@ -393,7 +394,7 @@ class Cell(nn.Module):
 
     def __init__(self, width: int, edges: Sequence[str]) -> None:
         super().__init__()
-        self.edges = nn.ModuleList(Edge(name, width) for name in edges)
+        self.edges = nn.ModuleList(_edge(name, width) for name in edges)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         nodes = [x]
@@ -440,26 +441,28 @@ def _mlp(network: Network, name: str) -> nn.Module:
     return nn.Sequential(*_blocks(network, blocks), nn.Linear(before, sizes["classes"]))
 
 
-_ACTIVATION_LAYERS = (
-    "ReLU", "Softplus", "PReLU", "SiLU", "Mish", "Identity", "SELU", "Tanh", "ELU", "LeakyReLU", "GELU", "Sigmoid",
+LAYERS = (
+    "linear", "batch_normalization", "dropout", "Softmax", "ReLU", "Softplus", "PReLU", "SiLU", "Mish", "Identity", "SELU",
+    "Tanh", "ELU", "LeakyReLU", "GELU", "Sigmoid",
 )  # fmt: skip
-LAYERS: dict[str, Callable[[int], nn.Module]] = {
-    "batch_normalization": nn.BatchNorm1d,
-    "dropout": lambda _: nn.Dropout(),
-    "Softmax": lambda _: nn.Softmax(dim=1),
-    **{name: lambda _, name=name: getattr(nn, name)() for name in _ACTIVATION_LAYERS},
-}
-"""Layers of GPUMemNet's perceptrons beside "linear", by their number of features."""
+"""Layers of GPUMemNet's perceptrons."""
+
+
+def _layer(kind: str, inputs: int, outputs: int) -> nn.Module:
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(inputs, outputs),
+        "batch_normalization": lambda: nn.BatchNorm1d(outputs),
+        "dropout": nn.Dropout,
+        "Softmax": lambda: nn.Softmax(dim=1),
+    }
+    make: Callable[[], nn.Module] = layers[kind] if kind in layers else getattr(nn, kind)
+    return make()
 
 
 def _perceptron(network: Network, name: str) -> nn.Module:
     """The layers in their order, as GPUMemNet writes them: kind and number of features of each."""
-    modules: list[nn.Module] = []
-    width = network.config["inputs"]
-    for kind, features in network.config["layers"]:
-        modules.append(nn.Linear(width, features) if kind == "linear" else LAYERS[kind](features))
-        width = features
-    return nn.Sequential(*modules)
+    kinds, widths = zip(*network.config["layers"], strict=True)
+    return nn.Sequential(*map(_layer, kinds, (network.config["inputs"], *widths), widths))
 
 
 def _sized(*names: str) -> Callable[[Network, str, int, bool], Batch]:

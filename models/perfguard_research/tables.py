@@ -205,7 +205,7 @@ def _forward_backward(
 # Kinds of table
 
 
-def _run(row: Row, kind: str) -> MeasuredRow:
+def run_row(row: Row, kind: str) -> MeasuredRow:
     """A row of a table of runs. Other tables of whole steps are first translated into its columns."""
     precision, tf32 = PRECISIONS[one_of(row, "precision", tuple(PRECISIONS), "fp32")]
     mode = one_of(row, "mode", ("train", "forward_backward", "infer"))
@@ -331,9 +331,9 @@ def _perceptron(row: Row) -> Row:
         layers = [(str(kind), int(features)) for kind, features, *_ in json.loads(text(row, "layers"))]
     except (ValueError, TypeError) as error:
         raise TableError(f"column 'layers' must be a JSON list of [kind, features, parameters]: {error}") from error
-    unknown = sorted({kind for kind, _ in layers} - {"linear", *LAYERS})
+    unknown = sorted({kind for kind, _ in layers} - set(LAYERS))
     if unknown or not layers:
-        raise TableError(f"column 'layers' holds {', '.join(unknown) or 'nothing'}; known are linear, {', '.join(LAYERS)}")
+        raise TableError(f"column 'layers' holds {', '.join(unknown) or 'nothing'}; known are {', '.join(LAYERS)}")
     return _as_run(
         row,
         model="perfguard:perceptron",
@@ -405,8 +405,8 @@ def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
         "transformer": functools.partial(_transformer, configurations=configurations),
         "perceptron": _perceptron,
     }
-    translate = translations.get(kind, lambda row: row)
-    return lambda row: _run(translate(row), kind)
+    translate = translations.get(kind)
+    return lambda row: run_row(row if translate is None else translate(row), kind)
 
 
 def read_rows(path: str | Path) -> list[MeasuredRow]:

@@ -14,6 +14,7 @@ from perfguard import load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, TraceCache
+from perfguard.workload import Workload
 from perfguard_research.evaluate import evaluate, report
 from perfguard_research.tables import MeasuredRow, parser_of
 from tests import zoo
@@ -45,10 +46,10 @@ def graph_of(row: MeasuredRow) -> OpGraph:
     return row.graph(row.make_model(), TraceCache(), resolve_device(row.gpu))
 
 
-def num_parameters(row: MeasuredRow) -> int:
+def workload_of(row: MeasuredRow) -> Workload:
     model = row.make_model()
     assert isinstance(model, nn.Module)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return row.workload(model)
 
 
 @needs_packages
@@ -94,7 +95,8 @@ def test_each_prefix_builds_and_traces(model: str, config: Any, given: Any, mode
     ],
 )  # fmt: skip
 def test_a_network_has_the_parameters_of_the_original(model: str, config: Any, expected: int) -> None:
-    assert num_parameters(row_of(model, config, IMAGE)) == expected
+    row = row_of(model, config, {"image": 32, "seq_len": 16})
+    assert sum(parameter.numel() for parameter in workload_of(row).model.parameters()) == expected
 
 
 @needs_packages
@@ -139,10 +141,7 @@ def test_course_model_has_cross_entropy_with_its_optimizer_and_the_mean_without(
     [("fp32", "fp32", "off"), ("tf32", "fp32", "on"), ("tf32-conv", "fp32", "default"), ("amp-bf16", "amp-bf16", "default")],
 )
 def test_the_precision_column_says_where_tf32_is_used(written: str, precision: str, tf32: str) -> None:
-    row = row_of(precision=written)
-    model = row.make_model()
-    assert isinstance(model, nn.Module)
-    workload = row.workload(model)
+    workload = workload_of(row_of(precision=written))
     assert (workload.precision, workload.tf32) == (precision, tf32)
 
 
@@ -151,9 +150,7 @@ def test_what_a_row_says_is_what_runs() -> None:
         parallel="ddp", num_gpus="8", accumulation="3", layout="nhwc", compiled="True", cudnn_benchmark="True",
         optimizer="fused-adam",
     )  # fmt: skip
-    model = row.make_model()
-    assert isinstance(model, nn.Module)
-    workload = row.workload(model)
+    workload = workload_of(row)
     assert (workload.accumulation, workload.layout, workload.ddp) == (3, "nhwc", True)
     assert workload.options == ("cudnn_benchmark", "compiled", "ddp", "batch-on-device", "no-tf32")
     assert "fused_optimizer_" in {op.name for op in graph_of(row).ops}
@@ -163,10 +160,8 @@ def test_what_a_row_says_is_what_runs() -> None:
     ("framework", "foreach"), [("torch1.4-cu100", False), ("ngc-21.03", False), ("torch2.6", None), ("", None)]
 )
 def test_old_optimizers_go_from_parameter_to_parameter(framework: str, foreach: bool | None) -> None:
-    row = row_of(framework=framework)
-    model = row.make_model()
-    assert isinstance(model, nn.Module)
-    assert getattr(row.workload(model).optimizer, "keywords", {}).get("foreach") is foreach
+    optimizer = workload_of(row_of(framework=framework)).optimizer
+    assert getattr(optimizer, "keywords", {}).get("foreach") is foreach
 
 
 @pytest.mark.parametrize("kind", ["driver", "driver-minus-context", "reserved", "allocated", "unknown"])

@@ -21,8 +21,7 @@ from perfguard.graph import TraceCache, roofline_s
 from perfguard_research.collect.run import Columns, run_apart
 from perfguard_research.collect.spaces import Draft, Space, drafts, import_libraries
 from perfguard_research.csv_rows import read_table
-from perfguard_research.networks import Network
-from perfguard_research.tables import MIB, PRECISIONS, MeasuredRow
+from perfguard_research.tables import MIB, MeasuredRow
 
 CPU_MEMORY_BYTES = 2**28
 """Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
@@ -111,7 +110,7 @@ def collect(
                 report.ended_by = f"{failures} configurations in a row failed"
             if report.ended_by:
                 break
-            if draft.number in done:
+            if draft.columns["index"] in done:
                 continue
             row = planned(draft, device, memory_limit or device.memory_bytes)
             if isinstance(row, str):
@@ -120,10 +119,10 @@ def collect(
                 continue
             measured = run_apart(row, device, limit_bytes=memory_limit, limit_s=240 if row.compiled else 60)
             measured["framework"] = ", ".join(filter(None, (measured.get("framework"), _versions(row))))
-            columns = columns_of(draft, row) | fixed | measured
+            columns = {**draft.columns, "batch_size": str(row.batch_size)} | fixed | measured
             _append(out, columns)
             on_row(columns)
-            report.rows[draft.space, columns["status"]] += 1
+            report.rows[columns["space"], columns["status"]] += 1
             failures = failures + 1 if columns["status"] == "failed" else 0
     except KeyboardInterrupt:
         report.ended_by = "Ctrl-C was pressed"
@@ -133,7 +132,7 @@ def collect(
 # The table
 
 
-def _begin_table(out: Path, *, resume: bool, order: str) -> set[int]:
+def _begin_table(out: Path, *, resume: bool, order: str) -> set[str]:
     """Make the table, unless it is there and may be continued. Returns the indices that it has of this order."""
     if out.suffix != ".csv":
         raise ConfigurationError(f"--out must end in .csv, so that each row can be added at once, but is {str(out)!r}.")
@@ -152,7 +151,7 @@ def _begin_table(out: Path, *, resume: bool, order: str) -> set[int]:
     columns, rows = read_table(out)
     if tuple(columns) != COLUMNS:
         raise ConfigurationError(f"{out} is no table of `perfguard collect` of this version. Give --out another name.")
-    return {int(row["index"]) for row in rows if row["order"] == order}
+    return {row["index"] for row in rows if row["order"] == order}
 
 
 def _append(out: Path, columns: Columns) -> None:
@@ -161,37 +160,6 @@ def _append(out: Path, columns: Columns) -> None:
             csv.DictWriter(file, COLUMNS, restval="").writerow(columns)
     except OSError as error:
         raise ConfigurationError(f"The rows cannot be written to {out}: {error}") from error
-
-
-def columns_of(draft: Draft, row: MeasuredRow) -> Columns:
-    """The columns of ``row`` that are not measured."""
-    assert isinstance(row.network, Network)
-    network = row.network
-    precision = next(name for name, pair in PRECISIONS.items() if pair == (row.precision, row.tf32))
-    return {
-        "source": row.source,
-        "model": network.name,
-        "config": json.dumps(network.config, separators=(",", ":")),
-        "family": row.family,
-        "mode": row.mode,
-        "gpu": row.gpu,
-        "num_gpus": "1",
-        "parallel": "none",
-        "precision": precision,
-        "layout": row.layout,
-        "compiled": str(row.compiled),
-        "optimizer": row.optimizer,
-        "checkpointing": str(network.checkpointing),
-        "accumulation": "1",
-        "cudnn_benchmark": str(row.cudnn_benchmark),
-        "zero_grad": row.zero_grad,
-        "batch_size": str(row.batch_size),
-        "input": json.dumps(network.input, separators=(",", ":")),
-        "memory_kind": row.memory_kind,
-        "space": draft.space,
-        "memory_share": f"{draft.memory_share:.4f}",
-        "index": str(draft.number),
-    }
 
 
 def _versions(row: MeasuredRow) -> str:
