@@ -147,7 +147,6 @@ def dataset_of(
         TableError: if a table cannot be read or is of no known kind.
     """
     look = functools.partial(_look, names=(view,) if isinstance(view, str) else tuple(view), cache=cache / "graphs")
-    (cache / "graphs").mkdir(parents=True, exist_ok=True)
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
         rows, rejected = _read(table, most_operators, seed)
@@ -253,6 +252,7 @@ def _member(row: MeasuredRow) -> str:
 
 
 def _trace(rows: Sequence[MeasuredRow], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(partial, "w") as archive:
         try:

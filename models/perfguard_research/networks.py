@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from perfguard.exceptions import TableError
 from perfguard.workload import TensorSpec
-from perfguard_research.language_models import BasicsTransformerLM, Mpt
+from perfguard_research.language_models import BasicsTransformerLM
 
 Config = Mapping[str, Any]
 
@@ -482,7 +482,6 @@ _KINDS: dict[str, _Kind] = {
     "diffusers": _Kind(_diffusers, _latents),
     "kuangliu": _Kind(_kuangliu, _images),
     "cs336": _Kind(lambda network, _: BasicsTransformerLM(network.config), _tokens),
-    "mpt": _Kind(lambda network, _: Mpt(network.config, checkpointing=network.checkpointing), _tokens, checkpoints=True),
     "perfguard:cnn": _Kind(_cnn, _own_images, checkpoints=True),
     "perfguard:cells": _Kind(_cells, _own_images, checkpoints=True),
     "perfguard:mlp": _Kind(_mlp, _sized("inputs"), checkpoints=True),

@@ -179,6 +179,15 @@ def test_each_source_and_gpu_is_held_out_once(split: str) -> None:
         assert fold.name == f"without {', '.join(sorted(judged))}"
 
 
+@pytest.mark.parametrize("split", ["source", "gpu"])
+def test_cpus_stay_in_training_beside_gpus(split: str) -> None:
+    """A table may have no column of sources."""
+    runs = [run_from(source, gpu) for source in ("", "a") for gpu in ("t4", "cpu")]
+    made = folds(runs, split)
+    assert made
+    assert all(runs[index].gpu != "cpu" for fold in made for index in fold.judge)
+
+
 def test_many_kernels_of_a_card_do_not_fill_a_fold() -> None:
     steps = [run_from("", f"gpu-{at}") for at in range(10) for _ in range(10)]
     kernels = [run_from("", "gpu-0")._replace(table="operator") for _ in range(1000)]

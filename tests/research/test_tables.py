@@ -138,7 +138,14 @@ def workload(**changes: str) -> dict[str, str]:
 
 
 def run(**changes: str) -> dict[str, str]:
-    return {"model": "mpt", "mode": "train", "gpu": "t4", "num_gpus": "1", "batch_size": "2", "memory_kind": "driver"} | changes
+    return {
+        "model": "timm:x",
+        "mode": "train",
+        "gpu": "t4",
+        "num_gpus": "1",
+        "batch_size": "2",
+        "memory_kind": "driver",
+    } | changes
 
 
 @pytest.mark.parametrize(
