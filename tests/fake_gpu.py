@@ -45,8 +45,6 @@ class FakeGpu:
     sm_mhz: int = 1400
     reasons: int = 0x1
     lost: bool = False
-    share: float = 1.0
-    """Of the memory that this process may take."""
     capturing: bool = False
     """Whether a CUDA graph is being recorded."""
     initialized: bool = False
@@ -253,9 +251,6 @@ class FakeCuda:
 
     def memory_allocated(self) -> int:
         return self.gpu.allocated
-
-    def set_per_process_memory_fraction(self, fraction: float) -> None:
-        self.gpu.share = fraction
 
     def synchronize(self) -> None:
         self.gpu.now_s = max(self.gpu.now_s, self.gpu.busy_until_s)
