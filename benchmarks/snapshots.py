@@ -13,20 +13,25 @@ from pathlib import Path
 import pandas as pd
 from _record import parser_of, show
 
-from perfguard.graph.allocator import AllocatorSettings, CachingAllocator
+from perfguard.graph.allocator import CachingAllocator, rounded
 
 MIB = 2**20
 
 
-def replayed_bytes(events: pd.DataFrame, settings: AllocatorSettings) -> int:
+def replayed_bytes(events: pd.DataFrame) -> int:
     """Bytes that our allocator has reserved after ``events``."""
-    allocator = CachingAllocator(settings)
-    blocks: dict[int, int | None] = {}
+    requests: list[int] = []  # as `CachingAllocator.run` takes them
+    sizes: list[int] = []
+    block_at: dict[int, int] = {}
     for action, size, address in zip(events["action"], events["size"], events["addr_id"], strict=True):
         if action == "alloc":
-            blocks[address] = allocator.malloc(size)
-        elif action == "free_completed":
-            allocator.free(blocks.pop(address, None))
+            block_at[address] = len(sizes)
+            requests.append(len(sizes))
+            sizes.append(rounded(size))
+        elif action == "free_completed" and address in block_at:
+            requests.append(~block_at.pop(address))
+    allocator = CachingAllocator()
+    allocator.run(requests, sizes, [0] * len(sizes))
     return allocator.reserved_bytes
 
 
@@ -43,9 +48,9 @@ def main() -> None:
         segments = events["size"].where(events["action"] == "segment_alloc", 0) - events["size"].where(
             events["action"] == "segment_free", 0
         )
-        if segments.sum() != snapshot["reserved_end"]:
+        if segments.sum() != snapshot["reserved_end"] or snapshot["expandable"]:
             continue
-        found = replayed_bytes(events, AllocatorSettings(expandable_segments=bool(snapshot["expandable"])))
+        found = replayed_bytes(events)
         name = f"{snapshot['source']}, {Path(snapshot['path']).stem}"
         difference = found / snapshot["reserved_end"] - 1
         lines.append(
