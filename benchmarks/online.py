@@ -139,8 +139,9 @@ class HeldOut(Weights):
         return True
 
     def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
-        none = np.zeros((1, 0))
-        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=none, path=PathTimes.on_device(none))
+        none = np.zeros(0)
+        path = PathTimes(np.ones(()), np.zeros(()), none, none)
+        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=none, path=path)
 
 
 def graph_of(index: int) -> OpGraph:
@@ -207,7 +208,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
             is_poisoned = generator.random() < poison
             if not is_poisoned:
                 hits.append(is_inside(prediction, target, rows[index].run))
-                values = (float(rows[index].raw.log_value[target][0]), estimate_of(prediction, target)[0])
+                values = (rows[index].raw.of[target].log_value, estimate_of(prediction, target)[0])
                 came.append((relative(values[0], rows[index].run, target), relative(values[1], rows[index].run, target)))
             verdict = Verdict.of(prediction, [Limit("memory", device.memory_bytes, prediction.peak_memory)], accepted=0.5)
             decision_id = log.record_decision(verdict, graph=graphs[index], device=device, study="s", trial=count, params={})

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +42,6 @@ from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, EDGE_COL
 with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
     warnings.simplefilter("ignore")
     from torch_geometric.nn.conv import MessagePassing
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Floats = npt.NDArray[np.float64]
 NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
@@ -83,28 +80,22 @@ class Packed(NamedTuple):
 
 
 class PathTimes(NamedTuple):
-    """Seconds of each part of the longest path of C steps with N operators: the account of the step time, up to one factor."""
+    """Seconds of each part of the longest path of steps with N operators: the account of the step time, up to one factor."""
 
-    start_s: Floats  # shape: (C,), of the host before the first launch
-    copy_s: Floats  # shape: (C,), of the batch
-    host_s: Floats  # shape: (C, N), of each launch that the path passes
-    device_s: Floats  # shape: (C, N), of each operator that the path passes
-
-    @classmethod
-    def on_device(cls, op_time_s: Floats) -> Self:
-        """The path through nothing but operators. Without operators it is all start. Shape: (C, N)."""
-        number, num_ops = op_time_s.shape
-        return cls(np.full(number, float(num_ops == 0)), np.zeros(number), np.zeros_like(op_time_s), op_time_s)
+    start_s: Floats  # shape: (...), of the host before the first launch
+    copy_s: Floats  # shape: (...), of the batch
+    host_s: Floats  # shape: (..., N), of each launch that the path passes
+    device_s: Floats  # shape: (..., N), of each operator that the path passes
 
     @property
     def op_time_s(self) -> Floats:
-        """Seconds that each operator adds to the path. Shape: (C, N)."""
+        """Seconds that each operator adds to the path. Shape: (..., N)."""
         return self.host_s + self.device_s
 
     @property
     def total_s(self) -> Floats:
-        """Shape: (C,)."""
-        return np.asarray(self.start_s + self.copy_s + self.op_time_s.sum(axis=1))
+        """Shape: (...)."""
+        return np.asarray(self.start_s + self.copy_s + self.op_time_s.sum(axis=-1))
 
 
 class Clocks(NamedTuple):

@@ -162,14 +162,13 @@ class GuardNet:
         power = self._powers.get(device.id)
         on_device = self._weights[device.kind].trained_on(device)
         trained = tuple(
-            target for target in TARGETS if (device.id, target) in self._posteriors or (raw.known[target][0] and on_device)
+            target for target in TARGETS if (device.id, target) in self._posteriors or (raw.of[target].is_known and on_device)
         )
         path = raw.path
-        by_kind = {"start": float(path.start_s[0]), "batch_copy": float(path.copy_s[0])}
-        for op, seconds in zip(graph.ops, path.op_time_s[0].tolist(), strict=True):
+        by_kind = {"start": float(path.start_s), "batch_copy": float(path.copy_s)}
+        for op, seconds in zip(graph.ops, path.op_time_s.tolist(), strict=True):
             by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds
-        by_part = {"host": path.start_s[0] + path.host_s[0].sum(), "device": path.device_s[0].sum(), "copies": path.copy_s[0]}
-        shares = {name: None if math.isnan(found[0]) else float(found[0]) for name, found in raw.shares.items()}
+        by_part = {"host": path.start_s + path.host_s.sum(), "device": path.device_s.sum(), "copies": path.copy_s}
         return Prediction(
             peak_memory=memory,
             step_time=step_time,
@@ -181,8 +180,8 @@ class GuardNet:
             memory_parts_bytes=memory_parts(launched, device),
             time_parts_s={name: float(seconds) for name, seconds in by_part.items()},
             time_by_kind_s=_sorted(list(by_kind.items())),
-            gpu_util=shares.get("gpu_util"),
-            sm_active=shares.get("sm_active"),
+            gpu_util=raw.shares.get("gpu_util"),
+            sm_active=raw.shares.get("sm_active"),
             energy=None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1]),
             unmodelled=launched.unmodelled,
         )
@@ -191,7 +190,7 @@ class GuardNet:
     def op_time_shares(self, graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
         """See :class:`perfguard.predictor.OperatorTimes`."""
         path = self._raw(graph, device).path
-        return np.asarray(path.op_time_s[0] / path.total_s)
+        return np.asarray(path.op_time_s / path.total_s)
 
     @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -241,8 +240,7 @@ class GuardNet:
             seconds = row.measured("time")
             if row.measurement.status == "ok" and row.decision_id and seconds and self._is_tuned_on(row.device):
                 raw = self._raw(row.graph, row.device)
-                predicted = float(raw.log_value["time"][0])
-                runs.append(LearntRun(row.decision_id, row.device.id, raw.step, predicted, math.log(seconds)))
+                runs.append(LearntRun(row.decision_id, row.device.id, raw.step, raw.of["time"].log_value, math.log(seconds)))
         tuned = fine_tune(self.lineage, self._weights["cuda"].step_time, runs)
         return None if tuned is None else tuned.to_bytes()
 
@@ -300,26 +298,24 @@ class GuardNet:
         self._posteriors[key] = condition(known.prior, at, y, limits)
 
     def _estimate(self, target: Target, raw: RawPrediction, graph: OpGraph, device: Device) -> Estimate:
-        x, own_sigma = raw.embedding[target], PRIOR.total * raw.prior_scale[target]
+        estimate = raw.of[target]
+        mean, log_sigma = 0.0, PRIOR.total * estimate.log_sigma
         posterior = self._posteriors.get((device.id, target))
-        if posterior is None:
-            mean, log_sigma = np.zeros(len(x)), own_sigma
-        else:
-            of_the_process = posterior.prior.total
-            scale = torch.tensor([scale_of(one, of_the_process) for one in own_sigma.tolist()]).double()
-            inputs = gp_inputs(x, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(graph))
-            # The process has one prior; a graph may be harder or easier than those that it was made for.
-            before = torch.from_numpy(own_sigma)
+        if posterior is not None:
+            of_the_process, before = posterior.prior.total, torch.tensor([log_sigma], dtype=torch.float64)
+            scale = scale_of(log_sigma, of_the_process)
+            inputs = gp_inputs([raw], target, regime=posterior.regime, scale=scale, setting=_setting_of(graph))
             means, log_sigmas = posterior.at(inputs)
+            # The process has one prior; a graph may be harder or easier than those that it was made for.
             log_sigmas = log_sigmas * before / of_the_process / scale
             means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
-            mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = np.maximum(log_sigma, TRIALS.least_log_sigma(target))
-        median = np.exp(raw.log_value[target] + self._corrections(self._tuned, target, [raw], device) + mean)
-        return Estimate(float(median[0]), float(log_sigma[0]))
+            mean, log_sigma = float(means), float(log_sigmas)
+        correction = float(self._corrections(self._tuned, target, [raw], device)[0])
+        median = math.exp(estimate.log_value + correction + mean)
+        return Estimate(median, max(log_sigma, TRIALS.least_log_sigma(target)))
 
     def _raw(self, graph: OpGraph, device: Device) -> RawPrediction:
-        """The weights' prediction for ``graph``, as a batch of one. It is cached for the life of the graph."""
+        """The weights' prediction for ``graph``. It is cached for the life of the graph."""
         of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
@@ -344,48 +340,36 @@ def _sorted(times_s: list[tuple[str, float]]) -> dict[str, float]:
 def _widened(raw: RawPrediction, graph: OpGraph) -> RawPrediction:
     """Widen the prior of ``raw`` by what ``graph`` assumes of the data, and by the range that opaque operators allow. Move it to
     the middle of that range."""
-    assumed = {target: assumed_log_sigma(graph, target) for target in TARGETS}
-    if any(assumed.values()):
-        least = PHYSICS.memory_log_sigma if has_assumed_sizes(graph) else 0.0
-        own = raw.prior_scale | {"memory": np.maximum(raw.prior_scale["memory"], least / PRIOR.total)}
-        raw = raw._replace(prior_scale={target: np.hypot(own[target], assumed[target] / PRIOR.total) for target in TARGETS})
     opaque = list(unknown_operators(graph))
+    span = unknown_span(graph, raw.op_time_s.tolist(), math.exp(raw.of["memory"].log_value)) if opaque else {}
+    of = {}
+    for target, own in raw.of.items():
+        sigma, half = own.log_sigma, span.get(target, 0.0) / 2
+        if target == "memory" and has_assumed_sizes(graph):
+            sigma = max(sigma, PHYSICS.memory_log_sigma / PRIOR.total)
+        sigma = math.hypot(sigma, assumed_log_sigma(graph, target) / PRIOR.total, half / HALF_INTERVAL / PRIOR.total)
+        of[target] = own._replace(log_value=own.log_value + half, log_sigma=sigma)
     if not opaque:
-        return raw
-    span = unknown_span(graph, raw.op_time_s[0].tolist(), math.exp(raw.log_value["memory"][0]))
-    half = {target: np.array([span[target] / 2]) for target in TARGETS}
-    op_time_s = raw.op_time_s.copy()
-    op_time_s[:, opaque] += (op_time_s.sum(axis=1) * np.expm1(half["time"]) / len(opaque))[:, None]
-    device_s = raw.path.device_s.copy()
-    device_s[:, opaque] += (raw.path.total_s * np.expm1(half["time"]) / len(opaque))[:, None]
-    scale = dict(raw.prior_scale)
-    for target in TARGETS:
-        scale[target] = np.hypot(scale[target], half[target] / HALF_INTERVAL / PRIOR.total)
-    return raw._replace(
-        log_value={target: raw.log_value[target] + half[target] for target in TARGETS},
-        op_time_s=op_time_s,
-        path=raw.path._replace(device_s=device_s),
-        prior_scale=scale,
-    )
+        return raw._replace(of=of)
+    longer = math.expm1(span["time"] / 2) / len(opaque)
+    op_time_s, device_s = raw.op_time_s.copy(), raw.path.device_s.copy()
+    op_time_s[opaque] += op_time_s.sum() * longer
+    device_s[opaque] += raw.path.total_s * longer
+    return raw._replace(of=of, op_time_s=op_time_s, path=raw.path._replace(device_s=device_s))
 
 
 def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
     """Convert the prediction for the eager graph to the kernels of the compiled one."""
     left = compiled.time_shares(device)
-    op_time_s = raw.op_time_s * left
     path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
-    log_value = {
-        "memory": raw.log_value["memory"] + math.log(compiled.memory_share(device)),
-        "time": raw.log_value["time"] + np.log(path.total_s / raw.path.total_s),
-    }
-    features = raw.step_features.copy()
-    features[:, STEP_FEATURES.index("compiled")] = 1.0
+    less = {"memory": compiled.memory_share(device), "time": float(path.total_s / raw.path.total_s)}
+    features = raw.step.view["sums"].copy()
+    features[STEP_FEATURES.index("compiled")] = 1.0
     return raw._replace(
-        log_value=log_value,
-        op_time_s=op_time_s,
+        of={target: own._replace(log_value=own.log_value + math.log(less[target])) for target, own in raw.of.items()},
+        op_time_s=raw.op_time_s * left,
         path=path,
-        step_features=features,
-        embedding=dict.fromkeys(TARGETS, embedding_of(features)),
+        embedding=embedding_of(features),
     )
 
 
@@ -405,19 +389,19 @@ class _Residuals(NamedTuple):
 def _residuals_of(
     rows: Sequence[Observation], raws: Sequence[RawPrediction], target: Target, prior: ResidualPrior | None = None
 ) -> _Residuals:
-    """Residuals of ``rows`` from their predictions ``raws``, which are batches of one.
+    """Residuals of ``rows`` from their predictions ``raws``.
 
     There is at least one row, and all have a measured ``target``. ``prior`` is the prior of the process; None: the median of
     the rows' priors.
     """
-    predicted = torch.from_numpy(np.concatenate([raw.log_value[target] for raw in raws]))
+    predicted = torch.tensor([raw.of[target].log_value for raw in raws], dtype=torch.float64)
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
-    priors = [raw.prior_at(target, 0) for raw in raws]
+    priors = [raw.of[target].prior for raw in raws]
     if prior is None:
         prior = sorted(priors, key=lambda one: one.total)[len(priors) // 2]
     inputs = gp_inputs(
-        torch.cat([raw.embedding[target] for raw in raws]),
-        torch.cat([raw.alternatives[target] for raw in raws]),
+        raws,
+        target,
         regime=torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
         scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
         setting=torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),

@@ -16,7 +16,7 @@ from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.graph_network import PathTimes
-from perfguard_models.learner import Step, predict_with_spread, share_of, sums_table
+from perfguard_models.learner import Step, predict_with_spread, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting, timed_as_any
 from perfguard_models.step_time import StepTime
@@ -104,34 +104,38 @@ PRIOR = ResidualPrior(bias=0.35, local=0.8, length=0.7, noise=0.52, trust=1.5, o
 """
 
 
+class RawEstimate(NamedTuple):
+    """One quantity of a step on a device, before any run there."""
+
+    log_value: float
+    """In log bytes, or log seconds of a step."""
+    log_sigma: float
+    """Its standard deviation, and so a factor on the standard deviations of PRIOR."""
+    alternatives: Floats
+    """Distances from the value: of physics for memory, of machines with a slower host or device for time. Shape: (e,)"""
+    is_known: bool
+    """Whether the error on such steps was measured on this device."""
+
+    @property
+    def prior(self) -> ResidualPrior:
+        """The prior of the residual."""
+        terms = {term: self.log_sigma * getattr(PRIOR, term) for term in ("bias", "local", "noise", "trust")}
+        return dataclasses.replace(PRIOR, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
+
+
 class RawPrediction(NamedTuple):
-    """The weights' prediction for C graphs on a device, before any run there. :meth:`Weights.predict` gives C = 1.
+    """The weights' prediction for a graph with N operators on a device, before any run there."""
 
-    Targets are "memory" in log bytes and "time" in log seconds of a step.
-    """
-
-    log_value: dict[str, Floats]  # shapes: (C,)
-    op_time_s: Floats  # shape: (C, N), the step time in proportion to the device's times
+    of: dict[str, RawEstimate]
+    """By target."""
+    op_time_s: Floats  # shape: (N,), the step time in proportion to the device's times
     path: PathTimes
     """What the step time consists of."""
-    embedding: dict[str, torch.Tensor]  # shapes: (C, d)
-    alternatives: dict[str, torch.Tensor]
-    """Distances from the value: of physics for memory, of machines with a slower host or device for time. Shapes: (C, e)"""
-    prior_scale: dict[str, Floats]
-    """Factors on the standard deviations of PRIOR. Shapes: (C,)"""
-    shares: dict[str, Floats]
-    """"gpu_util" and "sm_active", 0 to 1, NaN where the weights do not predict them. Shapes: (C,)"""
-    known: dict[str, npt.NDArray[np.bool_]]
-    """Whether the error on such steps was measured on this device. Shapes: (C,)"""
-    step_features: npt.NDArray[np.float32]  # shape: (C, len(STEP_FEATURES))
+    embedding: Floats  # shape: (d,)
+    shares: dict[str, float | None]
+    """"gpu_util" and "sm_active", 0 to 1, where the weights predict them."""
     step: Step
     """The graph as the network reads it."""
-
-    def prior_at(self, target: str, row: int) -> ResidualPrior:
-        """The prior of one of the graphs."""
-        scale = float(self.prior_scale[target][row])
-        terms = {term: scale * getattr(PRIOR, term) for term in ("bias", "local", "noise", "trust")}
-        return dataclasses.replace(PRIOR, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
 
 
 class Weights:
@@ -160,87 +164,73 @@ class Weights:
         return device.id in self._time.card["trained_devices"] or device.id in self._memory.card["trained_devices"]
 
     def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
-        """The weights' prediction for ``graph``, with C = 1."""
-        number = 1
-        setting, steps = Setting.of(graph, device), [step_of(self._time.learner, graph, device)]
-        features = sums_table(steps)
-        log_step_s, op_time_s, path = self._clocks(graph, steps, device)
-        memory = self._memory_by_trees(graph, steps, setting, device)
-        log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
-        is_measured = self._has_readings(setting), not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
-        raw = RawPrediction(
-            log_value={"memory": log_bytes, "time": log_step_s[0]},
+        """The weights' prediction for ``graph``."""
+        setting, step = Setting.of(graph, device), step_of(self._time.learner, graph, device)
+        log_step_s, op_time_s, path = self._clocks(graph, step, device)
+        is_timed = not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
+        machines = (log_step_s[[1, 3]] - log_step_s[0]) * PROCESS.machine_trust
+        time = RawEstimate(float(log_step_s[0]), self._time_sigma(log_step_s, setting, device), machines, is_timed)
+        log_bytes, memory_sigma, is_read = self._memory_by_trees(graph, step, setting, device) or memory_by_replay(graph, device)
+        physics = physics_of(step.view["sums"], log_bytes)
+        if device.kind == "cpu":
+            physics = np.zeros_like(physics)  # there is no allocator's cache, and no context
+            is_read = is_timed  # the training rows have both
+        return RawPrediction(
+            of={"memory": RawEstimate(log_bytes, memory_sigma, physics, is_read), "time": time},
             op_time_s=op_time_s,
             path=path,
-            embedding=dict.fromkeys(TARGETS, embedding_of(features)),
-            alternatives={},
-            prior_scale={"memory": memory_sigma, "time": self._time_sigma(log_step_s, setting, device)},
-            shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" else {},
-            known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
-            step_features=features,
-            step=steps[0],
+            embedding=embedding_of(step.view["sums"]),
+            shares=self._shares(step) if setting.is_perceptron and device.kind == "cuda" else {},
+            step=step,
         )
-        if memory is None:
-            raw = memory_by_replay(raw, graph, device)
-        machine = torch.from_numpy(log_step_s[[1, 3]] - log_step_s[0]).T * PROCESS.machine_trust
-        alternatives = {"memory": torch.from_numpy(physics_of(features, raw.log_value["memory"])), "time": machine}
-        if device.kind == "cpu":
-            alternatives["memory"] = torch.zeros_like(alternatives["memory"])  # there is no allocator's cache, and no context
-            raw = raw._replace(known=raw.known | {"memory": raw.known["time"]})  # the training rows have both
-        return raw._replace(alternatives=alternatives)
 
-    def _memory_by_trees(
-        self, graph: OpGraph, steps: Sequence[Step], setting: Setting, device: Device
-    ) -> tuple[Floats, Floats] | None:
-        """Log bytes and their standard deviations on a CPU, and where cuDNN's benchmark mode leaves workspaces in the cache.
+    def _memory_by_trees(self, graph: OpGraph, step: Step, setting: Setting, device: Device) -> tuple[float, float, bool] | None:
+        """Log bytes, their standard deviation, and whether training rows have readings in this setting.
 
-        There, the training rows of float32 are readings, of one machine. Those of half precision say what fitted, on machines of
-        which nobody knows what they had loaded. Shapes: (C,), (C,). None: it is another step, or the forests have no such ones.
+        On a CPU, and where cuDNN's benchmark mode leaves workspaces in the cache. There, the training rows of float32 are
+        readings, of one machine. Those of half precision say what fitted, on machines of which nobody knows what they had loaded.
+        None: it is another step, or the forests have no such ones.
         """
-        calibration = self._memory.calibration
         has_workspaces = "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
         if device.kind == "cuda" and not has_workspaces:
             return None
-        predicted, spread = predict_with_spread(self._memory.learner, steps)
-        if not np.isfinite(predicted["memory"]).all():
+        predicted, spread = (float(found["memory"][0]) for found in predict_with_spread(self._memory.learner, [step]))
+        if not math.isfinite(predicted):
             return None
-        known_gpu = self._has_readings(setting)
-        own = np.array([calibration.log_sigma("memory", setting.group, one, known_gpu=known_gpu) for one in spread["memory"]])
+        calibration = self._memory.calibration
+        has_readings = f"memory/{setting.group}" in calibration.scale
+        own = calibration.log_sigma("memory", setting.group, spread, known_gpu=has_readings)
         if device.kind == "cpu":
-            return predicted["memory"], own
-        there = np.exp(predicted["memory"])  # on the machines of the training rows
+            return predicted, own, has_readings
+        there = math.exp(predicted)  # on the machines of the training rows
         loaded, loaded_sigma = PHYSICS.all_modules_bytes, PHYSICS.loaded_sigma_bytes
         if setting.precision != "fp32":
             loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
-        num_bytes = np.maximum(there - loaded, graph.peak_live_bytes + device.context_bytes)
-        return np.log(num_bytes), np.hypot(own * there, loaded_sigma) / num_bytes
+        num_bytes = max(there - loaded, graph.peak_live_bytes + device.context_bytes)
+        return math.log(num_bytes), math.hypot(own * there, loaded_sigma) / num_bytes, has_readings
 
-    def _has_readings(self, setting: Setting) -> bool:
-        """Whether the training rows have enough readings of the memory in this setting."""
-        return f"memory/{setting.group}" in self._memory.calibration.scale
+    def _shares(self, step: Step) -> dict[str, float | None]:
+        """Utilisation of perceptrons."""
+        predicted = self._memory.learner.predict([step])
+        found = {name: share_of(float(predicted[name][0])) for name in _SHARES}
+        return {name: None if math.isnan(share) else share for name, share in found.items()}
 
-    def _shares(self, steps: Sequence[Step]) -> dict[str, Floats]:
-        """Utilisation of perceptrons. Shapes: (C,)."""
-        predicted = self._memory.learner.predict(steps)
-        return {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
-
-    def _clocks(self, graph: OpGraph, steps: Sequence[Step], device: Device) -> tuple[Floats, Floats, PathTimes]:
-        """Log seconds on machines as :meth:`StepTime.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
-        that takes longest."""
+    def _clocks(self, graph: OpGraph, step: Step, device: Device) -> tuple[Floats, Floats, PathTimes]:
+        """Log seconds on machines as :meth:`StepTime.log_step_s` orders them, (5,), the time by operator, (N,), and the path that
+        takes longest."""
         clocks = self.step_time
-        log_step_s, device_s, path = clocks.clocks(steps)
+        log_step_s, device_s, path = clocks.clocks([step])
         card, is_part, _ = device.id.partition(":")
         if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
             log_step_s = np.maximum(log_step_s, clocks.log_step_s([step_of(clocks, graph, catalog()[card])]))
-        total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
-        return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s, path
+        log_s = log_step_s[:, 0]
+        return log_s, device_s[0] * math.exp(log_s[0]) / max(device_s[0].sum(), 1e-12), PathTimes(*(part[0] for part in path))
 
-    def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> Floats:
-        calibration, known_gpu = self._time.calibration, device.id in self._time.card["trained_devices"]
-        spread = log_step_s.std(axis=0).tolist()
-        sigma = np.array([calibration.log_sigma("time", setting.group, one, known_gpu=known_gpu) for one in spread])
+    def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> float:
+        known_gpu = device.id in self._time.card["trained_devices"]
+        sigma = self._time.calibration.log_sigma("time", setting.group, float(log_step_s.std()), known_gpu=known_gpu)
         is_new_cpu = device.kind == "cpu" and not self.trained_on(device)
-        return np.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
+        return math.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         """Whether the weights were trained on compiled runs of such graphs, whatever their sizes.
@@ -262,31 +252,27 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
 
 
 def gp_inputs(
-    x: torch.Tensor,
-    alternatives: torch.Tensor,
+    raws: Sequence[RawPrediction],
+    target: str,
     *,
     regime: torch.Tensor | float = 0.0,
     scale: torch.Tensor | float = 1.0,
     setting: torch.Tensor | float = 0.0,
 ) -> GPInputs:
-    """Inputs of the residual process for C steps. A single number holds for all of them."""
-    columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(x)) for column in (regime, scale, setting, 0.0))
-    return GPInputs(x, alternatives, *columns)
+    """Inputs of the residual process for n steps. A single number holds for all of them."""
+    columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(raws)) for column in (regime, scale, setting, 0.0))
+    x = np.stack([raw.embedding for raw in raws])
+    alternatives = np.stack([raw.of[target].alternatives for raw in raws])
+    return GPInputs(torch.from_numpy(x), torch.from_numpy(alternatives), *columns)
 
 
-def memory_by_replay(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
-    """Replace the memory by that of the allocator's replay and the driver's context, with its sigma."""
-    num_bytes = graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes
-    value = np.log(np.array([max(num_bytes, 1) + device.context_bytes], dtype=np.float64))
-    is_validated = device.kind == "cuda" and _replay_is_validated(graph)
-    sigma = np.full(1, PHYSICS.memory_log_sigma)
-    if is_validated:  # a relative and a constant part
-        sigma = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / np.exp(value))
-    return raw._replace(
-        log_value=raw.log_value | {"memory": value},
-        prior_scale=raw.prior_scale | {"memory": sigma},
-        known=raw.known | {"memory": np.full(1, is_validated)},
-    )
+def memory_by_replay(graph: OpGraph, device: Device) -> tuple[float, float, bool]:
+    """Log bytes of the allocator's replay and the driver's context, their standard deviation, and whether such steps were
+    compared with measurements."""
+    num_bytes = max(graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes, 1) + device.context_bytes
+    if device.kind == "cuda" and _replay_is_validated(graph):  # a relative and a constant part
+        return math.log(num_bytes), math.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / num_bytes), True
+    return math.log(num_bytes), PHYSICS.memory_log_sigma, False
 
 
 def _replay_is_validated(graph: OpGraph) -> bool:
@@ -297,21 +283,19 @@ def _replay_is_validated(graph: OpGraph) -> bool:
     return (_REPLAYED_OPTIONS | idle).issuperset(graph.options) and graph.has_all_bytes
 
 
-def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """Embedding of C steps from their step features ``sums``: their sizes, and what they spend their time on. Shape: (C, d).
+def embedding_of(sums: npt.NDArray[np.float32]) -> Floats:
+    """Embedding of a step from its step features ``sums``: its sizes, and what it spends its time on. Shape: (d,).
 
     Distances within both halves count alike, whatever their number of columns.
     """
     middles, widths = (np.array([row[part] for row in _EMBEDDED]) for part in (1, 2))
-    sizes = (sums[:, _EMBEDDED_INDEX].astype(np.float64) - middles) / widths
-    shares = sums[:, _TIME_SHARES_INDEX].astype(np.float64) / PROCESS.share_length
-    halves = [half * math.sqrt((sizes.shape[1] + shares.shape[1]) / half.shape[1]) for half in (sizes, shares)]
-    return torch.from_numpy(np.concatenate(halves, axis=1))
+    sizes = (sums[_EMBEDDED_INDEX].astype(np.float64) - middles) / widths
+    shares = sums[_TIME_SHARES_INDEX].astype(np.float64) / PROCESS.share_length
+    return np.concatenate([half * math.sqrt((len(sizes) + len(shares)) / len(half)) for half in (sizes, shares)])
 
 
-def physics_of(sums: npt.NDArray[np.float32], log_bytes: Floats) -> Floats:
-    """Log reserved and live bytes minus ``log_bytes`` (C,), and the share of a constant gibibyte in them. Shape: (C, 3)."""
-    physics = sums[:, [STEP_FEATURES.index(name) for name in ("log_reserved", "log_live")]].astype(np.float64)
-    apart = np.clip(physics - log_bytes[:, None], -PROCESS.farthest, PROCESS.farthest)
-    gibibyte = np.minimum(2**30 / np.exp(physics[:, :1]), PROCESS.most_gibibytes)
-    return np.concatenate([apart, gibibyte], axis=1)
+def physics_of(sums: npt.NDArray[np.float32], log_bytes: float) -> Floats:
+    """Log reserved and live bytes minus ``log_bytes``, and the share of a constant gibibyte in them. Shape: (3,)."""
+    physics = sums[[STEP_FEATURES.index(name) for name in ("log_reserved", "log_live")]].astype(np.float64)
+    apart = np.clip(physics - log_bytes, -PROCESS.farthest, PROCESS.farthest)
+    return np.array([*apart, min(2**30 / math.exp(physics[0]), PROCESS.most_gibibytes)])

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import truncnorm
 
-from perfguard_models.raw_prediction import gp_inputs
 from perfguard_models.residual import (
     Bounds,
     GPInputs,
@@ -31,7 +30,8 @@ seeds = st.integers(0, 2**16)
 
 def under_equal_conditions(x: torch.Tensor) -> GPInputs:
     """Inputs of runs at ``x`` (n, d) in one regime, without other features."""
-    return gp_inputs(x, x.new_zeros((len(x), 0)))
+    none = x.new_zeros(len(x))
+    return GPInputs(x, x.new_zeros((len(x), 0)), none, torch.ones_like(none), none, none)
 
 
 def embeddings(num_points: int, seed: int, *, width: int = 3) -> torch.Tensor:
