@@ -33,7 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
+from perfguard.capture.ranks import collective
 from perfguard.exceptions import CaptureError
+from perfguard.graph.kernels import without_overrides
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import empty_twin
@@ -95,12 +97,16 @@ class HostTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types_ and any(kind.__name__ == "DTensor" for kind in types_):
+            return NotImplemented  # it calls back with the part of this process
         given = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
+        if func.namespace == "c10d":
+            return collective(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()
         if func is aten.equal.default:
@@ -187,9 +193,9 @@ class Placement(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **kwargs)
-        if func in _BACKWARD and self._recorder.phase is not Phase.BACKWARD:
-            with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again
-                return func(*args, **kwargs)
+        if func in _BACKWARD and (inner := without_overrides(func)) is not None:
+            with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
+                return inner(*args, **kwargs)
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
         if func in _VALUES and on_meta:
@@ -488,6 +494,7 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
     for name, answer in answers.items():
         replace(torch.cuda, name, answering(answer))
         replace(torch.cuda.random, name, answering(answer))
+    replace(torch._C, "_get_accelerator", answering(torch.device("cuda")))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     for name in ("current_stream", "default_stream"):

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.loaders import Loaders
+from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, replacing, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
@@ -91,6 +92,7 @@ class _Watch:
         self._host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder, self._host)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
+        self._ranks = Ranks(self._recorder, device.kind)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
         self.unseen = ""
@@ -126,6 +128,7 @@ class _Watch:
         replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
         replace(nn.Module, "zero_grad", self._as_optimizer)
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
+        self._ranks.enter(stack, replace)
         stack.enter_context(self._recorder)
         stack.enter_context(self._host)
         stack.enter_context(self._paths)
