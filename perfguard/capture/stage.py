@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from perfguard.capture.ranks import collective
+from perfguard.capture.ranks import run_collective
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.op import Phase, StorageKind
@@ -106,7 +106,7 @@ class HostTensors(TorchDispatchMode):
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if func.namespace == "c10d":
-            return collective(func, args, kwargs)
+            return run_collective(self._recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()
         if func is aten.equal.default:
@@ -251,6 +251,8 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
     Raises:
         CaptureError: if something else holds on to it.
     """
+    if hasattr(tensor, "_local_tensor"):
+        raise CaptureError("A model that was sharded before the trial cannot be dry-run. Make and shard it in the objective.")
     twin = empty_twin(tensor)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)

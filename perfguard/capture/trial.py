@@ -235,7 +235,7 @@ class _Watch:
         self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
-        if len(self.marks) >= 3 and not self.loaders.feed_steps and not self.loaders.may_spare:
+        if len(self.marks) >= 3 + self._ranks.are_many and not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
@@ -265,10 +265,11 @@ class _Watch:
         if not self.marks:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
-        begin, end, after = self._step(0)
-        if len(self.marks) > 2 and self._evaluates(0) and not self._evaluates(1):
+        number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
+        begin, end, after = self._step(number)
+        if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
             phases["a step with an evaluation"] = self._graph("train", begin, end, after)
-            begin, end, after = self._step(1)
+            begin, end, after = self._step(number + 1)
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         if evaluation := self._evaluation():
@@ -334,7 +335,7 @@ class _Watch:
             mode=mode,
             precision=precision,
             layout="nhwc" if self._channels_last else "nchw",
-            options=options + tf32_options(precision, tf32_switches()),
+            options=options + self._ranks.options(self._roots.values()) + tf32_options(precision, tf32_switches()),
             unmodelled=(
                 *unmodelled(
                     target_of(self._device),
@@ -343,6 +344,7 @@ class _Watch:
                     compiled=self._compiled,
                     compiled_parts=self._parts,
                 ),
+                *self._ranks.unmodelled(self._roots.values()),
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import runpy
 import signal
 import sys
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from perfguard.capture import Answer, DryRuns
+from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class Script(NamedTuple):
 
     path: str
     words: Sequence[str]
+    world_size: int | None = None
+    """Number of processes, of which it is the first. None: the environment or the script itself says it."""
 
     def capture(self, device: Device) -> CapturedTrial:
         """Return what the script would run on ``device``. It runs in a process of its own.
@@ -48,6 +52,8 @@ class Script(NamedTuple):
     def _run(self) -> None:
         """Run in the child. Ends well with the script's end, and with ``sys.exit(0)``."""
         sys.argv = [self.path, *self.words]
+        if self.world_size is not None:
+            os.environ |= torchrun_variables(self.world_size)
         sys.path.insert(0, str(Path(self.path).resolve().parent))
         sys.dont_write_bytecode = True
         signal.signal(signal.SIGALRM, _stop)  # before the process is killed, which could not name the line

@@ -53,6 +53,9 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Tf32),
         help="TF32 for fp32: default as in PyTorch (not in matrix products), on, or off; replaces the workload's own",
     )
+    parser.add_argument(
+        "--world-size", type=whole_number, metavar="N", help="processes that torchrun would start; the script is dry-run as the first"
+    )
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 
@@ -119,6 +122,8 @@ def check_subject(arguments: argparse.Namespace) -> None:
                 raise ConfigurationError(
                     f"--{name.replace('_', '-')} is not for scripts. The script's own words follow --: {path} -- --batch-size 64."
                 )
+    elif arguments.world_size:
+        raise ConfigurationError(f"--world-size is for a script, such as train.py, but got {arguments.source!r}.")
     elif arguments.words:
         raise ConfigurationError(f"-- is for a script, such as train.py, but got {arguments.source!r}.")
     elif is_onnx(arguments):
@@ -209,7 +214,7 @@ class Subject(NamedTuple):
 def subject_of(arguments: argparse.Namespace) -> Subject:
     """Return the network, script or workload that a command's words name. Call :func:`check_subject` before."""
     if _is_script(arguments):
-        return Subject(Script(arguments.source, arguments.words), arguments.steps, {}, ReadParams())
+        return Subject(Script(arguments.source, arguments.words, arguments.world_size), arguments.steps, {}, ReadParams())
     if is_onnx(arguments):
         options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}
         return Subject(arguments.source, arguments.steps, options | {"dims": dict(arguments.dim)}, ReadParams())
