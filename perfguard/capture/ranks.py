@@ -1,7 +1,7 @@
 """One rank of many: a dry run of distributed training is one of its processes, and the others are not there.
 
-Their place takes PyTorch's "fake" process group. It knows how many there are, and its collectives move nothing. So the real DDP and
-the real FSDP2 run on the stage, with their own buckets, shards and buffers.
+Their place takes PyTorch's "fake" process group. It knows how many there are, and its collectives move nothing. So the real DDP
+and the real FSDP2 run on the stage, with their own buckets, shards and buffers.
 
     init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
     an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; over the link goes nothing
@@ -11,7 +11,6 @@ the real FSDP2 run on the stage, with their own buckets, shards and buffers.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
@@ -63,19 +61,14 @@ class Ranks:
         """Let the objective make process groups until ``stack`` closes."""
         if not dist.is_available():
             return
-        from torch.distributed import device_mesh
-
         c10d = dist.distributed_c10d
         replace(c10d, "rendezvous", lambda _: _rendezvous)
         replace(c10d, "_new_process_group_helper", lambda own: self._making_fake_groups(own, stack, replace))
         replace(torch.multiprocessing, "spawn", lambda _: _running_the_first)
-        for owner, name in ((device_mesh, "init_device_mesh"), (dist, "init_device_mesh"), (device_mesh.DeviceMesh, "__init__")):
-            replace(owner, name, _on_the_host)
-        if (number := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > 1 and self._device_kind == "cuda":
+        if (number := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1 and self._device_kind == "cuda":
             replace(torch.cuda, "device_count", lambda _: lambda: number)
         if dist.is_initialized():  # by the process before; the others do not follow into a dry run
-            rank, size, group = dist.get_rank(), dist.get_world_size(), c10d.GroupMember.WORLD
-            stack.callback(setattr, c10d.GroupMember, "WORLD", group)
+            rank, size = dist.get_rank(), dist.get_world_size()
             c10d.GroupMember.WORLD = None
             dist.init_process_group("fake", rank=rank, world_size=size)
 
@@ -99,7 +92,7 @@ class Ranks:
 
     def unmodelled(self, models: Collection[nn.Module]) -> Iterator[str]:
         """Say what of the ranks is not accounted for, in a dry run that has run ``models``."""
-        stated = int(os.environ.get("WORLD_SIZE", 1))
+        stated = int(os.environ.get("WORLD_SIZE", "1"))
         if not self._world_size and stated > 1:
             yield f"{stated} processes are stated, but no process group is made: what is judged is one process by itself"
         if not self.are_many:
@@ -118,9 +111,9 @@ class Ranks:
 
 
 def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Module]]:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
 
-    types = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": (FSDPModule, FullyShardedDataParallel)}
+    types: dict[str, Any] = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": FSDPModule}
     parts = [part for model in models for part in model.modules()]
     found = {name: [part for part in parts if isinstance(part, type_)] for name, type_ in types.items()}
     return {name: wrapped for name, wrapped in found.items() if wrapped}
@@ -152,11 +145,11 @@ def _refuse_deepspeed() -> None:
         frame = frame.f_back
 
 
-def _refusing_tensor_parallelism(_: Any) -> Callable[..., NoReturn]:
+def _refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise CaptureError("Tensor parallelism cannot be dry-run: PerfGuard models DDP and FSDP.")
+        raise CaptureError(words)
 
-    return refuse
+    return lambda _: refuse
 
 
 def _leave_the_group() -> None:
@@ -165,6 +158,7 @@ def _leave_the_group() -> None:
 
 
 def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
     from torch.distributed.tensor.parallel import style
     from torch.nn.parallel import distributed as ddp
@@ -176,13 +170,17 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
         replace(ddp, name, nothing)
     replace(ddp.DistributedDataParallel, "__init__", _without_devices)
     replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", nothing)
+    for module in (_fsdp_param, _fsdp_param_group):
+        replace(module, "CPUOffloadPolicy", lambda _: ())  # of which nothing is an instance
     replace(_fsdp_param.FSDPParam, "reset_sharded_param", _following_meta)
     replace(_fsdp_collectives, "_get_device_handle", lambda own: lambda kind: own(device_kind if kind == "meta" else kind))
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
     replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: copy_in or own)
     replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
     for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
-        replace(getattr(style, name), "_apply", _refusing_tensor_parallelism)
+        replace(getattr(style, name), "_apply", _refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
+    older = "FullyShardedDataParallel (FSDP1) cannot be dry-run. Its successor can: torch.distributed.fsdp.fully_shard."
+    replace(FullyShardedDataParallel, "__init__", _refusing(older))
 
 
 def _without_devices(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,17 +190,6 @@ def _without_devices(own: Callable[..., Any]) -> Callable[..., Any]:
         own(self, module, None, None, *args, **kw)
 
     return __init__
-
-
-def _on_the_host(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The numbers of the ranks have values, also where the CPU is the device."""
-
-    @functools.wraps(own)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return own(*args, **kwargs)
-
-    return make
 
 
 def _following_meta(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,11 +215,10 @@ def _emptying(own: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
     return resize_
 
 
-def _offloads(part: nn.Module) -> bool:
-    if getattr(part, "cpu_offload", None) is not None:  # FSDP1
-        return bool(part.cpu_offload.offload_params)
-    groups = getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()) if hasattr(part, "_get_fsdp_state") else ()
-    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
+def _offloads(part: Any) -> bool:
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, in older versions
+    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups if group is not None)
 
 
 def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

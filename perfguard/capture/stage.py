@@ -210,7 +210,8 @@ class Placement(TorchFunctionMode):
         args = tuple([place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = place(kwargs["device"])
-        if self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors():
+        makes = self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
+        if makes and sys._getframe(1).f_globals.get("__name__") not in _ABOUT_RANKS:
             device = kwargs.get("device")
             if self.in_forward if device is None else torch.device(device).type == "cpu":
                 kwargs["device"] = META
@@ -236,6 +237,8 @@ class Placement(TorchFunctionMode):
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _IS_CUDA = torch.Tensor.is_cuda
+_ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
+"""Modules that make tensors of the numbers of ranks. These have values."""
 
 
 def put_on_meta(module: nn.Module) -> None:

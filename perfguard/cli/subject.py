@@ -54,7 +54,10 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         help="TF32 for fp32: default as in PyTorch (not in matrix products), on, or off; replaces the workload's own",
     )
     parser.add_argument(
-        "--world-size", type=whole_number, metavar="N", help="processes that torchrun would start; the script is dry-run as the first"
+        "--world-size",
+        type=whole_number,
+        metavar="N",
+        help="processes that torchrun would start; the first is dry-run",
     )
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel import distributed as ddp_module
 from torch.utils.checkpoint import checkpoint
 
 from perfguard.capture.trial import capture
@@ -63,9 +63,7 @@ def sharded(model: nn.Module, device: str, **options: Any) -> nn.Module:
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[str], nn.Module]] = {
     "DDP": lambda device: DistributedDataParallel(language_model().to(device)),
-    "DDP, gradients as views": lambda device: DistributedDataParallel(
-        language_model().to(device), gradient_as_bucket_view=True
-    ),
+    "DDP, gradients as views": lambda device: DistributedDataParallel(language_model().to(device), gradient_as_bucket_view=True),
     "FSDP2": lambda device: sharded(language_model().to(device), device),
     "FSDP2, not resharded": lambda device: sharded(language_model().to(device), device, reshard_after_forward=False),
     "FSDP2, bf16": lambda device: sharded(language_model().to(device), device, mp_policy=_HALF),
@@ -74,7 +72,7 @@ WAYS: dict[str, Callable[[str], nn.Module]] = {
 """How the model is made on a device and wrapped, by name."""
 
 
-def train(model: nn.Module, device: str, *, around: Callable[[int, Any, Any], Any] | None = None) -> None:
+def train(model: nn.Module, device: str, *, steps: int = STEPS, around: Callable[[int, Any, Any], Any] | None = None) -> None:
     """Train for some steps. ``around(number, optimizer, batch)`` returns the context of a step."""
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, VOCABULARY, (4, 64)).to(device)
@@ -84,7 +82,7 @@ def train(model: nn.Module, device: str, *, around: Callable[[int, Any, Any], An
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
 
-    for number in range(STEPS):
+    for number in range(steps):
         if around is None:
             step()
         else:
@@ -108,17 +106,19 @@ def tracked_bytes(way: str, world_size: int) -> int:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     dist.init_process_group("fake", rank=0, world_size=world_size)
+    buckets: dict[int, torch.Tensor] = {}
     try:
         model = WAYS[way]("cpu")
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, _finished)  # the reducer asks for a result, which a fake work does not have
+            # The reducer asks for a result, which the work of a fake group does not have. The tracker is shown the buckets.
+            model.register_comm_hook(None, lambda _, bucket: _finished(buckets, bucket))
         tracker: Any = None
 
         def around(number: int, optimizer: Any, tokens: torch.Tensor) -> Any:
             nonlocal tracker
             tracker = MemTracker()
             if isinstance(model, DistributedDataParallel):
-                tracker.track_external(model, optimizer, tokens)
+                tracker.track_external(model, optimizer, tokens, *buckets.values())
             else:
                 tracker = FSDPMemTracker(model, optimizer)
                 tracker.track_inputs((tokens,))
@@ -130,17 +130,21 @@ def tracked_bytes(way: str, world_size: int) -> int:
         dist.destroy_process_group()
 
 
-def _finished(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _finished(buckets: dict[int, torch.Tensor], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    buckets[bucket.index()] = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def real_bytes(way: str, folder: Path) -> list[tuple[int, int]]:
-    """Train with two processes and gloo. Return the peak of the last step and what it leaves, of each, from the CPU's allocator."""
+def real_bytes(way: str, folder: Path) -> tuple[int, int]:
+    """Train two processes with gloo. Return the peak of a step and what it leaves, by the CPU's allocator.
+
+    Each is the least of eight steps on both ranks, because gloo's threads may let go of a buffer late.
+    """
     torch.multiprocessing.spawn(_really_train, (way, str(folder)), nprocs=2)  # type: ignore[no-untyped-call]
-    texts = [(folder / f"rank{rank}").read_text() for rank in range(2)]
-    return [(int(peak), int(left)) for peak, left in map(str.split, texts)]
+    steps = [line.split() for rank in range(2) for line in (folder / f"rank{rank}").read_text().splitlines()]
+    return min(int(peak) for peak, _ in steps), min(int(left) for _, left in steps)
 
 
 def _really_train(rank: int, way: str, folder: str) -> None:
@@ -149,20 +153,22 @@ def _really_train(rank: int, way: str, folder: str) -> None:
     class Marked:
         def __enter__(self) -> None:
             gc.collect()
+            time.sleep(0.02)
             with torch.profiler.record_function("a step begins"):
                 pass
 
         def __exit__(self, *_: object) -> None: ...
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        train(WAYS[way]("cpu"), "cpu", around=lambda *_: Marked())
+        train(WAYS[way]("cpu"), "cpu", steps=10, around=lambda *_: Marked())
     live = peak = 0
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    for event in events:
+    steps = []
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "a step begins":
-            peak = left = live
+            steps.append(f"{peak} {live}")
+            peak = live
         elif event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    Path(folder, f"rank{rank}").write_text(f"{peak} {left}")
+    Path(folder, f"rank{rank}").write_text("\n".join(steps[2:]))  # before the first step, and in it, optimizers have no state
     dist.destroy_process_group()
