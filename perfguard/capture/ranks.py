@@ -64,9 +64,13 @@ class Ranks:
         c10d = dist.distributed_c10d
         replace(c10d, "rendezvous", lambda _: _rendezvous)
         replace(c10d, "_new_process_group_helper", lambda own: self._making_fake_groups(own, stack, replace))
+        for module in (dist, c10d):
+            replace(module, "init_process_group", _without_a_device)
         replace(torch.multiprocessing, "spawn", lambda _: _running_the_first)
-        if (number := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1 and self._device_kind == "cuda":
+        if self._device_kind == "cuda":
+            number = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             replace(torch.cuda, "device_count", lambda _: lambda: number)
+            replace(torch._C, "_get_accelerator", lambda _: lambda: torch.device("cuda"))
         if dist.is_initialized():  # by the process before; the others do not follow into a dry run
             rank, size = dist.get_rank(), dist.get_world_size()
             c10d.GroupMember.WORLD = None
@@ -81,8 +85,7 @@ class Ranks:
                 self._rank, self._world_size = rank, size
                 stack.callback(_leave_the_group)
                 _let_wrappers_run_on_meta(replace, self._recorder, self._device_kind)
-            of_nccl = {name: None for name in ("backend_options", "device_id") if name in kwargs}
-            return own(size, rank, ranks, "fake", store, *args, **kwargs | of_nccl)
+            return own(size, rank, ranks, "fake", store, *args, **kwargs | {"backend_options": None, "device_id": None})
 
         return new_group
 
@@ -119,6 +122,13 @@ def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Modu
     return {name: wrapped for name, wrapped in found.items() if wrapped}
 
 
+def _without_a_device(own: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:  # a GPU that this machine may not have
+        return own(*args, **kwargs)
+
+    return init_process_group
+
+
 def _rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
     try:
         rank = int(os.environ["RANK"]) if rank < 0 else rank
@@ -130,7 +140,7 @@ def _rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Ite
         ) from error
     if not 0 <= rank < world_size:
         raise CaptureError(f"Of {world_size} processes, the rank must be 0 to {world_size - 1}, but got {rank}.")
-    yield dist.HashStore(), rank, world_size
+    yield dist.HashStore(), rank, world_size  # type: ignore[attr-defined]
 
 
 def _running_the_first(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
@@ -225,7 +235,7 @@ def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
     """Run an operator of c10d. DDP's reducer asks its work for the tensors, which a fake work does not have."""
     out = func(*args, **kwargs)
     if func is torch.ops.c10d.allreduce_.default:
-        from torch._C._distributed_c10d import _create_work_from_future
+        from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
         if recorder.phase is Phase.BACKWARD:
             recorder.mark([("ddp.bucket", tensor) for tensor in out[0]], StorageKind.GRADIENT)

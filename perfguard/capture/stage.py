@@ -193,9 +193,9 @@ class Placement(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **kwargs)
-        if func in _BACKWARD and (inner := without_overrides(func)) is not None:
+        if func in _BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
-                return inner(*args, **kwargs)
+                return _BACKWARD[func](*args, **kwargs)
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
         if func in _VALUES and on_meta:
@@ -234,7 +234,9 @@ class Placement(TorchFunctionMode):
         return self._place(value)
 
 
-_BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_STARTING: tuple[Any, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(func)) is not None}
+"""What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
@@ -499,7 +501,6 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
     for name, answer in answers.items():
         replace(torch.cuda, name, answering(answer))
         replace(torch.cuda.random, name, answering(answer))
-    replace(torch._C, "_get_accelerator", answering(torch.device("cuda")))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     for name in ("current_stream", "default_stream"):

@@ -36,14 +36,16 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self._forward, x, use_reentrant=False) if self.checkpoints else self._forward(x)  # type: ignore[return-value]
+        out: torch.Tensor = checkpoint(self._forward, x, use_reentrant=False) if self.checkpoints else self._forward(x)
+        return out
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
+        return out
 
 
 def language_model(width: int = 256, depth: int = 4, **options: Any) -> nn.Sequential:
@@ -57,7 +59,8 @@ def sharded(model: nn.Module, device: str, **options: Any) -> nn.Module:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in (part for part in model.modules() if isinstance(part, Block)):
         fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -142,7 +145,7 @@ def real_bytes(way: str, folder: Path) -> tuple[int, int]:
 
     Each is the least of eight steps on both ranks, because gloo's threads may let go of a buffer late.
     """
-    torch.multiprocessing.spawn(_really_train, (way, str(folder)), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(_really_train, (way, str(folder)), nprocs=2)  # type: ignore[no-untyped-call, attr-defined]
     steps = [line.split() for rank in range(2) for line in (folder / f"rank{rank}").read_text().splitlines()]
     return min(int(peak) for peak, _ in steps), min(int(left) for _, left in steps)
 
