@@ -16,6 +16,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -67,17 +68,29 @@ _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 WAYS: dict[str, Callable[[str], nn.Module]] = {
     "DDP": lambda device: DistributedDataParallel(language_model().to(device)),
     "DDP, gradients as views": lambda device: DistributedDataParallel(language_model().to(device), gradient_as_bucket_view=True),
+    "DDP, ZeroRedundancyOptimizer": lambda device: DistributedDataParallel(language_model().to(device)),
     "FSDP2": lambda device: sharded(language_model().to(device), device),
     "FSDP2, not resharded": lambda device: sharded(language_model().to(device), device, reshard_after_forward=False),
     "FSDP2, bf16": lambda device: sharded(language_model().to(device), device, mp_policy=_HALF),
     "FSDP2, checkpointing": lambda device: sharded(language_model(checkpoints=True).to(device), device),
 }
 """How the model is made on a device and wrapped, by name."""
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "DDP, ZeroRedundancyOptimizer": lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
+}
+"""Of the others it is AdamW."""
 
 
-def train(model: nn.Module, device: str, *, steps: int = STEPS, around: Callable[[int, Any, Any], Any] | None = None) -> None:
+def train(
+    model: nn.Module,
+    device: str,
+    *,
+    make_optimizer: Callable[[Any], Any] = torch.optim.AdamW,
+    steps: int = STEPS,
+    around: Callable[[int, Any, Any], Any] | None = None,
+) -> None:
     """Train for some steps. ``around(number, optimizer, batch)`` returns the context of a step."""
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     tokens = torch.randint(0, VOCABULARY, (4, 64)).to(device)
 
     def step() -> None:
@@ -99,7 +112,7 @@ def dry_run(way: str, world_size: int, gpu: str = "cpu", **place: Any) -> Captur
 
     def objective() -> None:
         dist.init_process_group("nccl" if device.kind == "cuda" else "gloo", **{"rank": 0, "world_size": world_size} | place)
-        train(WAYS[way](device.kind), device.kind)
+        train(WAYS[way](device.kind), device.kind, make_optimizer=OPTIMIZERS.get(way, torch.optim.AdamW))
 
     return capture(objective, device)
 
@@ -121,13 +134,13 @@ def tracked_bytes(way: str, world_size: int) -> int:
             nonlocal tracker
             tracker = MemTracker()
             if isinstance(model, DistributedDataParallel):
-                tracker.track_external(model, optimizer, tokens, *buckets.values())
+                tracker.track_external(model, getattr(optimizer, "optim", optimizer), tokens, *buckets.values())
             else:
                 tracker = FSDPMemTracker(model, optimizer)
                 tracker.track_inputs((tokens,))
             return tracker
 
-        train(model, "cpu", around=around)
+        train(model, "cpu", make_optimizer=OPTIMIZERS.get(way, torch.optim.AdamW), around=around)
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # type: ignore[no-any-return]
     finally:
         dist.destroy_process_group()
@@ -163,7 +176,8 @@ def _really_train(rank: int, way: str, folder: str) -> None:
         def __exit__(self, *_: object) -> None: ...
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        train(WAYS[way]("cpu"), "cpu", steps=10, around=lambda *_: Marked())
+        make = OPTIMIZERS.get(way, torch.optim.AdamW)
+        train(WAYS[way]("cpu"), "cpu", make_optimizer=make, steps=10, around=lambda *_: Marked())
     live = peak = 0
     steps = []
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
