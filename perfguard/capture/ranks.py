@@ -63,7 +63,7 @@ class Ranks:
             return
         c10d = dist.distributed_c10d
         replace(c10d, "rendezvous", lambda _: _rendezvous)
-        replace(c10d, "_new_process_group_helper", lambda own: self._making_fake_groups(own, stack, replace))
+        replace(c10d, "_new_process_group_helper", lambda own: self._making_fake_groups(own, replace))
         for module in (dist, c10d):
             replace(module, "init_process_group", _without_a_device)
         replace(torch.multiprocessing, "spawn", lambda _: _running_the_first)
@@ -71,19 +71,20 @@ class Ranks:
             number = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             replace(torch.cuda, "device_count", lambda _: lambda: number)
             replace(torch._C, "_get_accelerator", lambda _: lambda: torch.device("cuda"))
-        if dist.is_initialized():  # by the process before; the others do not follow into a dry run
-            rank, size = dist.get_rank(), dist.get_world_size()
-            c10d.GroupMember.WORLD = None
-            dist.init_process_group("fake", rank=rank, world_size=size)
+        if not dist.is_initialized():
+            stack.callback(_leave_the_group)
+            return
+        rank, size = dist.get_rank(), dist.get_world_size()  # by the process before; the others do not follow into a dry run
+        c10d.GroupMember.WORLD = None
+        dist.init_process_group("gloo", rank=rank, world_size=size)
 
-    def _making_fake_groups(self, own: Callable[..., Any], stack: ExitStack, replace: Replace) -> Callable[..., Any]:
+    def _making_fake_groups(self, own: Callable[..., Any], replace: Replace) -> Callable[..., Any]:
         def new_group(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
             from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
             _refuse_deepspeed()
             if not self._world_size:
                 self._rank, self._world_size = rank, size
-                stack.callback(_leave_the_group)
                 _let_wrappers_run_on_meta(replace, self._recorder, self._device_kind)
             return own(size, rank, ranks, "fake", store, *args, **kwargs | {"backend_options": None, "device_id": None})
 
@@ -207,11 +208,13 @@ def _following_meta(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def reset_sharded_param(self: Any) -> None:
         own(self)
-        local = getattr(self._module_info.module, self._module_info.param_name)._local_tensor
+        parameter, size, dim = self.sharded_param, self.padded_sharded_param_size, self.fsdp_placement.dim
+        local = parameter._local_tensor
         if local.is_meta and local.untyped_storage()._cdata != self._sharded_param_data.untyped_storage()._cdata:
-            self._sharded_param_data = local.new_empty(self.padded_sharded_param_size).view(-1)
-            if local.size() == self.padded_sharded_param_size:
-                self._sharded_param_data = local.view(-1)
+            padded = local if local.size() == size else local.new_empty(size)
+            self._sharded_param_data = padded.view(-1)
+            parameter._local_tensor = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+            self._sharding_spec = parameter._spec
 
     return reset_sharded_param
 

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from perfguard.capture import Answer, DryRuns
-from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ class Script(NamedTuple):
         """Run in the child. Ends well with the script's end, and with ``sys.exit(0)``."""
         sys.argv = [self.path, *self.words]
         if self.world_size is not None:
+            from perfguard.capture.ranks import torchrun_variables
+
             os.environ |= torchrun_variables(self.world_size)
         sys.path.insert(0, str(Path(self.path).resolve().parent))
         sys.dont_write_bytecode = True

@@ -27,7 +27,10 @@ from perfguard.graph import StorageKind
 from perfguard.workload import CapturedTrial
 from tests.perfguard.capture.toy_ranks import WAYS, dry_run, language_model, real_bytes, sharded, tracked_bytes, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # this build has no NCCL, and PyTorch says so
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # this build has no NCCL, and PyTorch says so
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch.distributed.optim, as it is imported
+]
 A100 = resolve_device("a100")
 COLLECTIVES = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"}
 PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().parameters())
@@ -123,15 +126,20 @@ def test_parameters_stay_whole_between_passes_unless_they_are_resharded() -> Non
     assert kept.peak_live_bytes > resharded.peak_live_bytes
 
 
-def test_model_made_on_meta_is_materialized_once() -> None:
-    def late() -> nn.Module:
+@pytest.mark.parametrize("world_size", [4, 7])
+def test_shards_are_there_once_after_a_model_is_materialized_or_cast(world_size: int) -> None:
+    def materialized() -> nn.Module:
         with torch.device("meta"):
             model = sharded(language_model(), "cuda")
         return model.to_empty(device="cuda")
 
-    made = capture(objective(lambda: sharded(language_model().cuda(), "cuda")), A100).graph
-    materialized = capture(objective(late), A100).graph
-    assert (materialized.peak_live_bytes, len(materialized.ops)) == (made.peak_live_bytes, len(made.ops))
+    def graph(make: Callable[[], nn.Module]) -> Any:
+        return capture(objective(make, world_size), A100).graph
+
+    made = graph(lambda: sharded(language_model().cuda(), "cuda"))
+    assert graph(materialized).peak_live_bytes == made.peak_live_bytes
+    cast_before = graph(lambda: sharded(language_model().cuda().bfloat16(), "cuda"))
+    assert graph(lambda: sharded(language_model().cuda(), "cuda").bfloat16()).peak_live_bytes == cast_before.peak_live_bytes
 
 
 # --- Collectives and words ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -75,9 +74,15 @@ WAYS: dict[str, Callable[[str], nn.Module]] = {
     "FSDP2, checkpointing": lambda device: sharded(language_model(checkpoints=True).to(device), device),
 }
 """How the model is made on a device and wrapped, by name."""
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "DDP, ZeroRedundancyOptimizer": lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
-}
+
+
+def _zero(parameters: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # with a warning about torch.jit
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"DDP, ZeroRedundancyOptimizer": _zero}
 """Of the others it is AdamW."""
 
 
