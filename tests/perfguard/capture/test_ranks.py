@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.capture import DryRuns
+from perfguard.capture.ranks import torchrun_variables
 from perfguard.capture.trial import capture
 from perfguard.cli import main
 from perfguard.devices import resolve_device
@@ -175,6 +178,65 @@ def test_the_environment_of_torchrun_says_rank_and_size(monkeypatch: pytest.Monk
     assert not dist.is_initialized()
 
 
+def test_mesh_of_two_dimensions_shards_over_one_and_reduces_over_the_other() -> None:
+    def hybrid() -> nn.Module:
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = language_model().cuda()
+        for block in [*model]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    captured = capture(objective(hybrid, 8), A100)
+    assert bytes_of(captured, StorageKind.PARAMETER) == pytest.approx(PARAMETER_BYTES / 4, rel=0.01)
+    names = Counter(op.name for op in captured.graph.ops)
+    assert names["allreduce_"] == names["_reduce_scatter_base_"] == 6
+
+
+def trained_by_accelerate() -> None:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    accelerator, model = Accelerator(), language_model()
+    loader = DataLoader(TensorDataset(torch.randint(0, 1000, (640, 64))), 4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    for (tokens,) in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        accelerator.gather(loss)
+
+
+def trained_by_lightning() -> None:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = language_model()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            return F.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[0].flatten())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=1, devices=8, strategy="ddp", accelerator="gpu", **quiet)  # type: ignore[arg-type]
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randint(0, 1000, (640, 64))), 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [trained_by_accelerate, trained_by_lightning])
+def test_trainers_take_the_variables_of_torchrun(trained: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in torchrun_variables(8).items():
+        monkeypatch.setenv(name, value)
+    captured = in_a_child(trained)
+    assert "ddp" in captured.graph.options
+    assert captured.steps_per_epoch == 20  # 640 samples in batches of 4 on 8 ranks
+    assert sum(op.bytes_written for op in captured.graph.ops if op.name == "allreduce_") == PARAMETER_BYTES
+
+
 def test_spawned_function_is_dry_run_as_the_first_process() -> None:
     def worker(rank: int, world_size: int) -> None:
         dist.init_process_group("nccl", rank=rank, world_size=world_size)
@@ -283,6 +345,12 @@ def test_world_size_is_stated_for_a_script(tmp_path: Path, capsys: pytest.Captur
     assert peaks[0] < peaks[1]
     assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb"]) == 1
     assert "State their number: perfguard dry-run --world-size 8 train.py" in capsys.readouterr().err
+
+
+def test_world_size_is_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models.py").write_text("")
+    assert main(["predict", f"{tmp_path}/models.py:build", "--world-size", "8"]) == 2
+    assert "--world-size is for a script" in capsys.readouterr().err
 
 
 def test_world_size_without_a_process_group_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
