@@ -33,7 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
+from perfguard.capture.ranks import run_collective
 from perfguard.exceptions import CaptureError
+from perfguard.graph.kernels import without_overrides
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import empty_twin
@@ -95,12 +97,16 @@ class HostTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types_ and any(kind.__name__ == "DTensor" for kind in types_):
+            return NotImplemented  # it calls back with the part of this process
         given = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
+        if func.namespace == "c10d":
+            return run_collective(self._recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()
         if func is aten.equal.default:
@@ -187,9 +193,9 @@ class Placement(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **kwargs)
-        if func in _BACKWARD and self._recorder.phase is not Phase.BACKWARD:
-            with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again
-                return func(*args, **kwargs)
+        if func in _BACKWARD:
+            with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
+                return _BACKWARD[func](*args, **kwargs)
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
         if func in _VALUES and on_meta:
@@ -204,7 +210,8 @@ class Placement(TorchFunctionMode):
         args = tuple([place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = place(kwargs["device"])
-        if self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors():
+        makes = self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
+        if makes and sys._getframe(1).f_globals.get("__name__") not in _ABOUT_RANKS:
             device = kwargs.get("device")
             if self.in_forward if device is None else torch.device(device).type == "cpu":
                 kwargs["device"] = META
@@ -227,9 +234,13 @@ class Placement(TorchFunctionMode):
         return self._place(value)
 
 
-_BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_STARTING: tuple[Any, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(func)) is not None}
+"""What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _IS_CUDA = torch.Tensor.is_cuda
+_ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
+"""Modules that make tensors of the numbers of ranks. These have values."""
 
 
 def put_on_meta(module: nn.Module) -> None:
@@ -245,6 +256,8 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
     Raises:
         CaptureError: if something else holds on to it.
     """
+    if hasattr(tensor, "_local_tensor"):
+        raise CaptureError("A model that was sharded before the trial cannot be dry-run. Make and shard it in the objective.")
     twin = empty_twin(tensor)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.loaders import Loaders
+from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, replacing, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
@@ -91,6 +92,7 @@ class _Watch:
         self._host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder, self._host)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
+        self._ranks = Ranks(self._recorder, device.kind)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
         self.unseen = ""
@@ -126,6 +128,7 @@ class _Watch:
         replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
         replace(nn.Module, "zero_grad", self._as_optimizer)
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
+        self._ranks.enter(stack, replace)
         stack.enter_context(self._recorder)
         stack.enter_context(self._host)
         stack.enter_context(self._paths)
@@ -232,7 +235,7 @@ class _Watch:
         self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
-        if len(self.marks) >= 3 and not self.loaders.feed_steps and not self.loaders.may_spare:
+        if len(self.marks) >= 3 + self._ranks.are_many and not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
@@ -262,10 +265,11 @@ class _Watch:
         if not self.marks:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
-        begin, end, after = self._step(0)
-        if len(self.marks) > 2 and self._evaluates(0) and not self._evaluates(1):
+        number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
+        begin, end, after = self._step(number)
+        if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
             phases["a step with an evaluation"] = self._graph("train", begin, end, after)
-            begin, end, after = self._step(1)
+            begin, end, after = self._step(number + 1)
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         if evaluation := self._evaluation():
@@ -307,7 +311,7 @@ class _Watch:
         ):
             for name, tensor in named:
                 if tensor.is_meta:
-                    found.setdefault(self._recorder.index_of(tensor), (kind, name))
+                    found.setdefault(self._recorder.index_of(getattr(tensor, "_local_tensor", tensor)), (kind, name))
         return found
 
     def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:
@@ -331,7 +335,7 @@ class _Watch:
             mode=mode,
             precision=precision,
             layout="nhwc" if self._channels_last else "nchw",
-            options=options + tf32_options(precision, tf32_switches()),
+            options=options + self._ranks.options(self._roots.values()) + tf32_options(precision, tf32_switches()),
             unmodelled=(
                 *unmodelled(
                     target_of(self._device),
@@ -340,6 +344,7 @@ class _Watch:
                     compiled=self._compiled,
                     compiled_parts=self._parts,
                 ),
+                *self._ranks.unmodelled(self._roots.values()),
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
             ),

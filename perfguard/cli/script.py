@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import runpy
 import signal
 import sys
@@ -24,8 +25,14 @@ MOST_SECONDS = 300.0
 """How long a dry run may take. A script reads its data anew each time, and the person who waits has Ctrl-C."""
 
 
-def capture_script(path: str, words: Sequence[str], device: Device) -> CapturedTrial:
+def capture_script(path: str, words: Sequence[str], device: Device, *, world_size: int | None = None) -> CapturedTrial:
     """Return what a training script with these words would run on ``device``. It runs in a process of its own.
+
+    Args:
+        path: the script.
+        words: what it gets.
+        device: where it would run.
+        world_size: number of processes, of which it is the first. None: the environment or the script itself says it.
 
     Raises:
         CaptureError: if the dry run does not show it. The message names the line where it ended.
@@ -33,7 +40,7 @@ def capture_script(path: str, words: Sequence[str], device: Device) -> CapturedT
     """
     if "mlflow" in Path(path).read_text(errors="replace") and find_spec("mlflow"):
         import mlflow  # noqa: F401  # a dry run silences what was imported before it
-    runs = DryRuns(lambda _: _run(path, words), device, most_seconds=MOST_SECONDS + 5)
+    runs = DryRuns(lambda _: _run(path, words, world_size), device, most_seconds=MOST_SECONDS + 5)
     try:
         return runs.capture(_has_no_parameters)
     except CaptureError as error:
@@ -43,9 +50,13 @@ def capture_script(path: str, words: Sequence[str], device: Device) -> CapturedT
         runs.close()
 
 
-def _run(path: str, words: Sequence[str]) -> None:
+def _run(path: str, words: Sequence[str], world_size: int | None) -> None:
     """Run in the child. Ends well with the script's end, and with ``sys.exit(0)``."""
     sys.argv = [path, *words]
+    if world_size is not None:
+        from perfguard.capture.ranks import torchrun_variables
+
+        os.environ |= torchrun_variables(world_size)
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGALRM, _stop)  # before the process is killed, which could not name the line

@@ -64,6 +64,12 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Tf32),
         help="TF32 for fp32: default as in PyTorch (not in matrix products), on, or off; replaces the workload's own",
     )
+    parser.add_argument(
+        "--world-size",
+        type=whole_number,
+        metavar="N",
+        help="processes that torchrun would start; the first is dry-run",
+    )
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 
@@ -130,6 +136,8 @@ def check_subject(arguments: argparse.Namespace) -> None:
                 raise ConfigurationError(
                     f"--{name.replace('_', '-')} is not for scripts. The script's own words follow --: {path} -- --batch-size 64."
                 )
+    elif arguments.world_size:
+        raise ConfigurationError(f"--world-size is for a script, such as train.py, but got {arguments.source!r}.")
     elif arguments.words:
         raise ConfigurationError(f"-- is for a script, such as train.py, but got {arguments.source!r}.")
     elif is_onnx(arguments):
@@ -201,7 +209,7 @@ def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:
 
 
 def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
-    seen = capture_script(arguments.source, arguments.words, device)
+    seen = capture_script(arguments.source, arguments.words, device, world_size=arguments.world_size)
     notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
     steps = arguments.steps or seen.steps
     notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []

@@ -380,7 +380,7 @@ class DevicePaths(TorchFunctionMode):
         if type(func) is types.FunctionType:
             if func is F.dropout and not self._target.is_cpu:
                 return self._dropout(func, *args, **kwargs)
-            inner = _without_overrides(func)
+            inner = without_overrides(func)
             if inner is None or func in self._expanding:  # a helper of the function checks in its name
                 if torch.is_autocast_enabled(self._autocast_device):
                     args, kwargs = self._cast(name, args, kwargs)
@@ -492,7 +492,7 @@ class DevicePaths(TorchFunctionMode):
 _clones: dict[types.FunctionType, types.FunctionType | None] = {}
 
 
-def _without_overrides(func: types.FunctionType) -> types.FunctionType | None:
+def without_overrides(func: types.FunctionType) -> types.FunctionType | None:
     """``func`` without its check for overrides; None if it has none.
 
     A function of torch that is written in Python hands itself to the mode. The mode is off while it handles that call, so calls

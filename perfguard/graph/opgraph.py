@@ -56,7 +56,7 @@ class OpGraph:
     precision: str
     layout: str
     options: tuple[str, ...] = field(default=())
-    """Other switches: "compiled", "cudnn_benchmark", "ddp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere.
+    """Other switches: "compiled", "cudnn_benchmark", "ddp", "fsdp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere.
     Of one operator out of a table: "operator" if the host's launch is timed too, "kernel" if not."""
     unmodelled: tuple[str, ...] = field(default=())
     """Parts that the trace does not account for, in words. It names every such part."""

@@ -28,7 +28,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        found.append(getattr(value, "_local_tensor", value))  # of a DTensor, this process holds a part
     elif isinstance(value, (tuple, list)):
         for item in value:
             _collect(item, found)
@@ -57,7 +57,10 @@ def operator_of(func: torch._ops.OpOverload) -> _Operator:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
+    kind = kind_of(name)
+    if func.namespace == "c10d":  # their schemas do not say that they write to their first argument
+        writes, kind = ((0, func._schema.arguments[0].name),), "copy"
+    return _Operator(name, kind, func.is_view, launches_kernel(name), writes)
 
 
 class Life(NamedTuple):
@@ -124,8 +127,8 @@ class Recorder(TorchDispatchMode):
     def mark(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind, *, anew: bool = False) -> None:
         """Name the role of what was made while recording, unless it has one, or ``anew``."""
         with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
-            for name, tensor in named_tensors:
-                if self._own(tensor):
+            for name, value in named_tensors:
+                for tensor in self._own(value):
                     index = self.index_of(tensor)
                     if anew or self._lives[index].kind is None:
                         self._lives[index] = self._lives[index]._replace(kind=kind, name=name)
@@ -162,6 +165,14 @@ class Recorder(TorchDispatchMode):
             index = self._index_by_address.get(tensor.untyped_storage()._cdata)
             if index is not None and self._lives[index].birth == -1:
                 self._lives[index] = self._lives[index]._replace(num_bytes=0)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Note that ``storage`` gives its bytes back while it is alive. What it holds later is another storage."""
+        self._bury()
+        index = self._index_by_address.pop(storage._cdata, None)
+        if index is not None:
+            self._lives[index] = self._lives[index]._replace(death=len(self.ops) - 1)
+            del self._references[index]
 
     def storages(self) -> tuple[Storage, ...]:
         """Recorded storages. Those that are still alive outlive the step."""

@@ -1,0 +1,248 @@
+"""One rank of many: a dry run of distributed training is one of its processes, and the others are not there.
+
+Their place takes PyTorch's "fake" process group. It knows how many there are, and its collectives move nothing. So the real DDP
+and the real FSDP2 run on the stage, with their own buckets, shards and buffers.
+
+    init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
+    an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; over the link goes nothing
+    a storage that FSDP empties    dies there, and is born again where it is filled
+    what compares the ranks        finds them alike
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from perfguard.exceptions import CaptureError
+from perfguard.graph.op import Phase, StorageKind
+
+if TYPE_CHECKING:
+    from perfguard.capture.stage import Replace
+    from perfguard.graph.recorder import Recorder
+
+
+def torchrun_variables(world_size: int) -> dict[str, str]:
+    """Return what torchrun sets in the environment of the first of ``world_size`` processes on one machine."""
+    size = str(world_size)
+    return {
+        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+class Ranks:
+    """Makes the process groups of a dry run, and says what of its ranks the graph does not account for.
+
+    Args:
+        recorder: of the dry run.
+        device_kind: "cuda" or "cpu".
+    """
+
+    def __init__(self, recorder: Recorder, device_kind: str) -> None:
+        self._recorder = recorder
+        self._device_kind = device_kind
+        self._rank, self._world_size = 0, 0
+        """0 processes: the objective makes no process group."""
+
+    @property
+    def are_many(self) -> bool:
+        """Whether the objective has made a group of several processes."""
+        return self._world_size > 1
+
+    def enter(self, stack: ExitStack, replace: Replace) -> None:
+        """Let the objective make process groups until ``stack`` closes."""
+        if not dist.is_available():
+            return
+        c10d = dist.distributed_c10d
+        replace(c10d, "rendezvous", lambda _: _rendezvous)
+        replace(c10d, "_new_process_group_helper", lambda own: self._making_fake_groups(own, replace))
+        for module in (dist, c10d):
+            replace(module, "init_process_group", _without_a_device)
+        replace(torch.multiprocessing, "spawn", lambda _: _running_the_first)
+        if self._device_kind == "cuda":
+            number = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            replace(torch.cuda, "device_count", lambda _: lambda: number)
+            replace(torch._C, "_get_accelerator", lambda _: lambda: torch.device("cuda"))
+        if not dist.is_initialized():
+            stack.callback(_leave_the_group)
+            return
+        rank, size = dist.get_rank(), dist.get_world_size()  # by the process before; the others do not follow into a dry run
+        c10d.GroupMember.WORLD = None
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+
+    def _making_fake_groups(self, own: Callable[..., Any], replace: Replace) -> Callable[..., Any]:
+        def new_group(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+            from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
+
+            _refuse_deepspeed()
+            if not self._world_size:
+                self._rank, self._world_size = rank, size
+                _let_wrappers_run_on_meta(replace, self._recorder, self._device_kind)
+            return own(size, rank, ranks, "fake", store, *args, **kwargs | {"backend_options": None, "device_id": None})
+
+        return new_group
+
+    def options(self, models: Collection[nn.Module]) -> tuple[str, ...]:
+        """Return "ddp", "fsdp" or both, for how ``models`` are wrapped."""
+        return tuple(sorted(_wrappers_in(models))) if self.are_many else ()
+
+    def unmodelled(self, models: Collection[nn.Module]) -> Iterator[str]:
+        """Say what of the ranks is not accounted for, in a dry run that has run ``models``."""
+        stated = int(os.environ.get("WORLD_SIZE", "1"))
+        if not self._world_size and stated > 1:
+            yield f"{stated} processes are stated, but no process group is made: what is judged is one process by itself"
+        if not self.are_many:
+            return
+        yield (
+            f"rank {self._rank} of {self._world_size}: the buffers of collectives are counted, "
+            "their time on the link and NCCL's own buffers are not"
+        )
+        found = _wrappers_in(models)
+        if not found:
+            yield "no model is wrapped in DDP or FSDP: each process holds all of it"
+        if len(found.get("fsdp", ())) == 1:
+            yield "FSDP wraps the model as one part: a rank holds all parameters at once while it computes"
+        if any(map(_offloads, found.get("fsdp", ()))):
+            yield "FSDP's offload to the host: what is offloaded is counted on the device"
+
+
+def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Module]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    types: dict[str, Any] = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": FSDPModule}
+    parts = [part for model in models for part in model.modules()]
+    found = {name: [part for part in parts if isinstance(part, type_)] for name, type_ in types.items()}
+    return {name: wrapped for name, wrapped in found.items() if wrapped}
+
+
+def _without_a_device(own: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:  # a GPU that this machine may not have
+        return own(*args, **kwargs)
+
+    return init_process_group
+
+
+def _rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    try:
+        rank = int(os.environ["RANK"]) if rank < 0 else rank
+        world_size = int(os.environ["WORLD_SIZE"]) if world_size < 0 else world_size
+    except KeyError as error:
+        raise CaptureError(
+            f"init_process_group does not know how many processes there are: {error} is not set, as torchrun would. "
+            "State their number: perfguard dry-run --world-size 8 train.py."
+        ) from error
+    if not 0 <= rank < world_size:
+        raise CaptureError(f"Of {world_size} processes, the rank must be 0 to {world_size - 1}, but got {rank}.")
+    yield dist.HashStore(), rank, world_size  # type: ignore[attr-defined]
+
+
+def _running_the_first(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
+    fn(0, *args)
+
+
+def _refuse_deepspeed() -> None:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "deepspeed":
+            raise CaptureError("DeepSpeed cannot be dry-run: its engine keeps shards and buffers that only it knows.")
+        frame = frame.f_back
+
+
+def _refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(words)
+
+    return lambda _: refuse
+
+
+def _leave_the_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+    from torch.distributed.tensor.parallel import style
+    from torch.nn.parallel import distributed as ddp
+
+    def nothing(_: Any) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+    for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+        replace(ddp, name, nothing)
+    replace(ddp.DistributedDataParallel, "__init__", _without_devices)
+    replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", nothing)
+    for module in (_fsdp_param, _fsdp_param_group):
+        replace(module, "CPUOffloadPolicy", lambda _: ())  # of which nothing is an instance
+    replace(_fsdp_param.FSDPParam, "reset_sharded_param", _following_meta)
+    replace(_fsdp_collectives, "_get_device_handle", lambda own: lambda kind: own(device_kind if kind == "meta" else kind))
+    copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
+    replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: copy_in or own)
+    replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
+    for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
+        replace(getattr(style, name), "_apply", _refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
+    older = "FullyShardedDataParallel (FSDP1) cannot be dry-run. Its successor can: torch.distributed.fsdp.fully_shard."
+    replace(FullyShardedDataParallel, "__init__", _refusing(older))
+
+
+def _without_devices(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of the batch from meta to "meta:0" would be none on a GPU."""
+
+    def __init__(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
+        own(self, module, None, None, *args, **kw)
+
+    return __init__
+
+
+def _following_meta(own: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 takes over what has become of its parameters, by `.to(dtype)` or `.to_empty(...)`, but not on meta."""
+
+    def reset_sharded_param(self: Any) -> None:
+        own(self)
+        parameter, size, dim = self.sharded_param, self.padded_sharded_param_size, self.fsdp_placement.dim
+        local = parameter._local_tensor
+        if local.is_meta and local.untyped_storage()._cdata != self._sharded_param_data.untyped_storage()._cdata:
+            padded = local if local.size() == size else local.new_empty(size)
+            self._sharded_param_data = padded.view(-1)
+            parameter._local_tensor = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+            self._sharding_spec = parameter._spec
+
+    return reset_sharded_param
+
+
+def _emptying(own: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        if storage.device.type == "meta":
+            recorder.release(storage)
+        return own(storage, size)
+
+    return resize_
+
+
+def _offloads(part: Any) -> bool:
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, in older versions
+    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups if group is not None)
+
+
+def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of c10d. DDP's reducer asks its work for the tensors, which a fake work does not have."""
+    out = func(*args, **kwargs)
+    if func is torch.ops.c10d.allreduce_.default:
+        from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+        if recorder.phase is Phase.BACKWARD:
+            recorder.mark([("ddp.bucket", tensor) for tensor in out[0]], StorageKind.GRADIENT)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(out[0])
+        return out[0], _create_work_from_future(future).boxed()
+    return out

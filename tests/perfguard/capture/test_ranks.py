@@ -1,0 +1,359 @@
+"""A dry run of one rank of many holds what PyTorch's tracker and real processes hold."""
+
+from __future__ import annotations
+
+import gc
+import json
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+
+from perfguard.capture import DryRuns
+from perfguard.capture.ranks import torchrun_variables
+from perfguard.capture.trial import capture
+from perfguard.cli import main
+from perfguard.devices import resolve_device
+from perfguard.exceptions import CaptureError
+from perfguard.graph import StorageKind
+from perfguard.workload import CapturedTrial
+from tests.perfguard.capture.toy_ranks import WAYS, dry_run, language_model, real_bytes, sharded, tracked_bytes, train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # this build has no NCCL, and PyTorch says so
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch.distributed.optim, as it is imported
+]
+A100 = resolve_device("a100")
+COLLECTIVES = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"}
+PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().parameters())
+
+
+@pytest.fixture(autouse=True)
+def _few_objects_to_collect() -> Iterator[None]:
+    """A capture collects garbage after each step. The process of a dry run has frozen what was there before, as this does."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def bytes_of(captured: CapturedTrial, *kinds: StorageKind) -> int:
+    return sum(storage.num_bytes for storage in captured.graph.storages if storage.kind in kinds)
+
+
+@pytest.fixture
+def group_of_before() -> Iterator[None]:
+    """A process group that the process of the study has made."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    dist.init_process_group("fake", rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def in_a_child(run: Callable[[], None], gpu: str = "a100") -> CapturedTrial:
+    runs = DryRuns(lambda _: run(), resolve_device(gpu))
+    try:
+        return runs.capture(lambda *_: pytest.fail("it has no parameters"))
+    finally:
+        runs.close()
+
+
+def objective(make: Callable[[], nn.Module], world_size: int = 4, rank: int = 0) -> Callable[[], None]:
+    def run() -> None:
+        dist.init_process_group("nccl", rank=rank, world_size=world_size)
+        train(make(), "cuda")
+
+    return run
+
+
+# --- Memory ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_peak_of_a_rank_is_that_of_pytorchs_tracker(way: str, world_size: int) -> None:
+    assert dry_run(way, world_size).graph.peak_live_bytes == pytest.approx(tracked_bytes(way, world_size), rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("way", sorted(set(WAYS) - {"DDP", "FSDP2"}))
+def test_peak_in_other_ways_is_that_of_pytorchs_tracker(way: str, world_size: int) -> None:
+    assert dry_run(way, world_size).graph.peak_live_bytes == pytest.approx(tracked_bytes(way, world_size), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_two_real_processes_hold_the_same(way: str, tmp_path: Path) -> None:
+    graph, few = dry_run(way, 2).graph, 8192  # a batch, a seed, counters of steps
+    gathered = max((op.bytes_written for op in graph.ops if op.name == "_allgather_base_"), default=0)
+    at_gather = max((graph.live_bytes[at + 1] for at, op in enumerate(graph.ops) if op.bytes_written == gathered), default=0)
+    peak, left = real_bytes(way, tmp_path)
+    late = left - graph.live_bytes[-1]  # gloo copies what it gathers, and on a busy machine its threads keep a copy for long
+    assert min(abs(late), abs(late - gathered)) < few
+    assert -few < peak - max(graph.peak_live_bytes, at_gather + gathered) < 2 * gathered + few
+
+
+def test_shards_become_smaller_with_more_ranks_and_the_gathered_block_does_not() -> None:
+    two, eight = dry_run("FSDP2", 2, "a100"), dry_run("FSDP2", 8, "a100")
+    lasting = StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
+    assert bytes_of(two, StorageKind.PARAMETER) == pytest.approx(PARAMETER_BYTES / 2, rel=0.01)
+    assert bytes_of(two, *lasting) == pytest.approx(4 * bytes_of(eight, *lasting), rel=0.01)
+    assert max(op.bytes_written for op in two.graph.ops if op.name == "_allgather_base_") == max(
+        op.bytes_written for op in eight.graph.ops if op.name == "_allgather_base_"
+    )
+
+
+def test_ddp_keeps_buckets_of_the_size_of_the_gradients_unless_gradients_are_views_of_them() -> None:
+    copied, views = dry_run("DDP", 2, "a100"), dry_run("DDP, gradients as views", 2, "a100")
+    assert bytes_of(copied, StorageKind.GRADIENT) == 2 * PARAMETER_BYTES
+    assert bytes_of(views, StorageKind.GRADIENT) == PARAMETER_BYTES
+    assert copied.graph.peak_live_bytes - views.graph.peak_live_bytes >= PARAMETER_BYTES / 2
+
+
+def test_parameters_stay_whole_between_passes_unless_they_are_resharded() -> None:
+    resharded, kept = (dry_run(way, 8, "a100").graph for way in ("FSDP2", "FSDP2, not resharded"))
+    names = [Counter(op.name for op in graph.ops) for graph in (resharded, kept)]
+    assert names[0]["_allgather_base_"] - names[1]["_allgather_base_"] == 4  # each block once more, in the backward pass
+    assert kept.peak_live_bytes > resharded.peak_live_bytes
+
+
+@pytest.mark.parametrize("world_size", [4, 7])
+def test_shards_are_there_once_after_a_model_is_materialized_or_cast(world_size: int) -> None:
+    def materialized() -> nn.Module:
+        with torch.device("meta"):
+            model = sharded(language_model(), "cuda")
+        return model.to_empty(device="cuda")
+
+    def graph(make: Callable[[], nn.Module]) -> Any:
+        return capture(objective(make, world_size), A100).graph
+
+    made = graph(lambda: sharded(language_model().cuda(), "cuda"))
+    assert graph(materialized).peak_live_bytes == made.peak_live_bytes
+    cast_before = graph(lambda: sharded(language_model().cuda().bfloat16(), "cuda"))
+    assert graph(lambda: sharded(language_model().cuda(), "cuda").bfloat16()).peak_live_bytes == cast_before.peak_live_bytes
+
+
+# --- Collectives and words ------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_are_operators_that_write_their_buffers() -> None:
+    graph = dry_run("DDP", 2, "a100").graph
+    reduces = [op for op in graph.ops if op.name == "allreduce_"]
+    assert sum(op.bytes_written for op in reduces) == PARAMETER_BYTES
+    assert {op.kind for op in reduces} == {"copy"}
+    assert graph.options == ("batch-on-device", "ddp")
+    assert graph.unmodelled[0].startswith("rank 0 of 2: the buffers of collectives are counted, their time on the link")
+
+
+def test_without_a_process_group_nothing_is_said() -> None:
+    graph = capture(lambda: train(language_model().cuda(), "cuda"), A100).graph
+    assert (graph.options, graph.unmodelled) == (("batch-on-device",), ())
+    assert not COLLECTIVES & {op.name for op in graph.ops}
+
+
+def test_the_environment_of_torchrun_says_rank_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    seen: list[Any] = []
+
+    def run() -> None:
+        dist.init_process_group("nccl")
+        seen.append((dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()))
+        train(WAYS["FSDP2"]("cuda"), "cuda")
+
+    assert capture(run, A100).graph.unmodelled[0].startswith("rank 3 of 8")
+    assert seen == [(3, 8, 8)]
+    assert not dist.is_initialized()
+
+
+def test_mesh_of_two_dimensions_shards_over_one_and_reduces_over_the_other() -> None:
+    def hybrid() -> nn.Module:
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = language_model().cuda()
+        for block in [*model]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    captured = capture(objective(hybrid, 8), A100)
+    assert bytes_of(captured, StorageKind.PARAMETER) == pytest.approx(PARAMETER_BYTES / 4, rel=0.01)
+    names = Counter(op.name for op in captured.graph.ops)
+    assert names["allreduce_"] == names["_reduce_scatter_base_"] == 6
+
+
+def trained_by_accelerate() -> None:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    accelerator, model = Accelerator(), language_model()
+    loader = DataLoader(TensorDataset(torch.randint(0, 1000, (640, 64))), 4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    for (tokens,) in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        accelerator.gather(loss)
+
+
+def trained_by_lightning() -> None:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = language_model()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            return F.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[0].flatten())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=1, devices=8, strategy="ddp", accelerator="gpu", **quiet)  # type: ignore[arg-type]
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randint(0, 1000, (640, 64))), 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [trained_by_accelerate, trained_by_lightning])
+def test_trainers_take_the_variables_of_torchrun(trained: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in torchrun_variables(8).items():
+        monkeypatch.setenv(name, value)
+    captured = in_a_child(trained)
+    assert "ddp" in captured.graph.options
+    assert captured.steps_per_epoch == 20  # 640 samples in batches of 4 on 8 ranks
+    assert sum(op.bytes_written for op in captured.graph.ops if op.name == "allreduce_") == PARAMETER_BYTES
+
+
+def test_spawned_function_is_dry_run_as_the_first_process() -> None:
+    def worker(rank: int, world_size: int) -> None:
+        dist.init_process_group("nccl", rank=rank, world_size=world_size)
+        train(WAYS["DDP"]("cuda"), "cuda")
+
+    graph = capture(lambda: torch.multiprocessing.spawn(worker, (2,), nprocs=2), A100).graph  # type: ignore[no-untyped-call, attr-defined]
+    assert graph.content_hash == dry_run("DDP", 2, "a100").graph.content_hash
+
+
+def test_a_group_of_before_is_replaced(group_of_before: None) -> None:
+    captured = in_a_child(lambda: train(WAYS["DDP"]("cuda"), "cuda"))
+    assert captured.graph.unmodelled[0].startswith("rank 1 of 2")
+
+
+def test_what_is_not_wrapped_or_wrapped_as_one_or_offloaded_is_said() -> None:
+    def said_of(make: Callable[[], nn.Module]) -> str:
+        return "; ".join(capture(objective(make), A100).graph.unmodelled)
+
+    def as_one() -> nn.Module:
+        model = language_model().cuda()
+        fully_shard(model)
+        return model
+
+    assert "no model is wrapped in DDP or FSDP: each process holds all of it" in said_of(lambda: language_model().cuda())
+    assert "FSDP wraps the model as one part" in said_of(as_one)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    assert "is counted on the device" in said_of(lambda: sharded(language_model().cuda(), "cuda", offload_policy=policy))
+
+
+# --- Bad input ------------------------------------------------------------------------------------------------------------------
+
+
+def test_rank_out_of_range_is_an_error() -> None:
+    with pytest.raises(CaptureError, match="Of 4 processes, the rank must be 0 to 3, but got 7"):
+        capture(objective(language_model, rank=7), A100)
+
+
+def test_size_that_nobody_states_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(CaptureError, match="State their number: perfguard dry-run --world-size 8"):
+        capture(lambda: dist.init_process_group("nccl"), A100)
+
+
+def test_mesh_that_does_not_divide_the_world_is_an_error() -> None:
+    def run() -> None:
+        dist.init_process_group("nccl", rank=0, world_size=8)
+        init_device_mesh("cuda", (3, 3))
+
+    with pytest.raises(Exception, match="Mesh should not be bigger than default world size"):
+        capture(run, A100)
+
+
+def test_size_that_does_not_divide_the_rows_is_padded_as_fsdp_does() -> None:
+    assert dry_run("FSDP2", 7).graph.peak_live_bytes == pytest.approx(tracked_bytes("FSDP2", 7), rel=0.001)
+
+
+def test_model_that_is_sharded_already_is_an_error(group_of_before: None) -> None:
+    model = sharded(language_model(), "cpu")
+    with pytest.raises(CaptureError, match="sharded before the trial cannot be dry-run"):
+        in_a_child(lambda: train(model, "cpu"), "cpu")
+
+
+def test_ways_that_are_not_modelled_are_refused_by_name() -> None:
+    def tensor_parallel() -> nn.Module:
+        mesh = init_device_mesh("cuda", (4,))
+        return parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh, {"0": ColwiseParallel()})
+
+    with pytest.raises(CaptureError, match="Tensor parallelism cannot be dry-run"):
+        capture(objective(tensor_parallel), A100)
+    with pytest.raises(CaptureError, match=r"\(FSDP1\) cannot be dry-run\. Its successor can"):
+        capture(objective(lambda: FullyShardedDataParallel(language_model().cuda())), A100)
+    deepspeed = types.ModuleType("deepspeed")
+    vars(deepspeed)["dist"] = dist
+    exec("def initialize(): dist.init_process_group('nccl', rank=0, world_size=4)", vars(deepspeed))
+    with pytest.raises(CaptureError, match="DeepSpeed cannot be dry-run"):
+        capture(deepspeed.initialize, A100)
+
+
+# --- The command ----------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+model = fully_shard(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).to(f"cuda:{rank}"))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_world_size_is_stated_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    peaks = []
+    for words in (["--world-size", "8"], ["--world-size", "2"]):
+        assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb", "--json", "--steps", "4", *words]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert f"rank 0 of {words[1]}: the buffers of collectives" in document["unmodelled"][0]
+        peaks.append(document["peak_memory_bytes"]["median"])
+    assert peaks[0] < peaks[1]
+    assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb"]) == 1
+    assert "State their number: perfguard dry-run --world-size 8 train.py" in capsys.readouterr().err
+
+
+def test_world_size_is_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models.py").write_text("")
+    assert main(["predict", f"{tmp_path}/models.py:build", "--world-size", "8"]) == 2
+    assert "--world-size is for a script" in capsys.readouterr().err
+
+
+def test_world_size_without_a_process_group_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    graph = capture(lambda: train(language_model().cuda(), "cuda"), A100).graph
+    assert graph.unmodelled == ("8 processes are stated, but no process group is made: what is judged is one process by itself",)
