@@ -52,6 +52,10 @@ class _Latency(nn.Module):
         super().__init__()
         self.blocks = KernelBlocks(NUM_KINDS + len(_OF_LAYER) + NUM_GLOBAL, hidden)
         self.latency = nn.Linear(hidden, 1)
+        # A kernel starts as one of e^5 equal ones. GraphSizeNorm takes a kernel of many operators to the bias: with a bias of a
+        # whole network, these kernels take all of the sum, and the gradient with it.
+        nn.init.zeros_(self.latency.weight)
+        nn.init.constant_(self.latency.bias, -5.0)
 
     def forward(self, graphs: Graphs) -> torch.Tensor:
         x = torch.cat([graphs.kinds(), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.graph]], dim=1)
