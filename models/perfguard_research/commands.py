@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import platform
@@ -125,10 +126,10 @@ def train(words: Sequence[str]) -> None:
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
     parser.add_argument("--predictor", required=True, help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
-    _add_common(parser)
+    _add_common(parser, splits="family,source,gpu")
     arguments = parser.parse_args(words)
     learner_class(arguments.predictor)
-    settings = _settings(arguments.set)
+    tables, splits, settings = _of_common(arguments)
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -138,8 +139,8 @@ def train(words: Sequence[str]) -> None:
             progress.update(bar, completed=done, total=of, loss=f"loss {loss:.4f}")
 
         written = train_and_write(
-            arguments.predictor, settings, arguments.tables, arguments.out, cache=arguments.cache, jobs=arguments.jobs,
-            most_operators=arguments.most_operators, on_epoch=on_epoch,
+            arguments.predictor, settings, tables, arguments.out, splits=splits, command=_command("train", words, arguments),
+            cache=arguments.cache, jobs=arguments.jobs, most_operators=arguments.most_operators, on_epoch=on_epoch,
         )  # fmt: skip
     console.print(written, markup=False, highlight=False)
 
@@ -155,25 +156,21 @@ def leaderboard(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
     parser.add_argument("--predictors", default=",".join(NAMES), help="names, comma-separated (default: all)")
-    parser.add_argument("--splits", default="family", help=f"any of {', '.join(_SPLITS)}, comma-separated (default: family)")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables, and FILE.json with the same data")
-    _add_common(parser)
+    _add_common(parser, splits="family")
     arguments = parser.parse_args(words)
-    names, splits = arguments.predictors.split(","), arguments.splits.split(",")
+    names = arguments.predictors.split(",")
     for name in names:
         learner_class(name)
-    if unknown := set(splits) - set(_SPLITS):
-        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
-    settings = _settings(arguments.set)
+    tables, splits, settings = _of_common(arguments)
     runs, found = predictions(
-        arguments.tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
+        tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
         most_operators=arguments.most_operators,
     )  # fmt: skip
     lines, scores = entries(runs, found), fit_scores(runs, found)
     sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
-    command = " ".join(["perfguard leaderboard", *["TABLE"] * len(arguments.tables), *_options(words)])
     head = (
-        f"# Leaderboard\n\n    {command}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
+        f"# Leaderboard\n\n    {_command('leaderboard', words, arguments)}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
         f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
         "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
         "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
@@ -186,20 +183,35 @@ def leaderboard(words: Sequence[str]) -> None:
     print(text)
 
 
-def _options(words: Sequence[str]) -> list[str]:
-    """Options of the command line, without the paths of tables, cache and results."""
-    options: list[str] = []
-    for name, value in zip(words, [*words[1:], ""], strict=True):
-        if name in ("--predictors", "--splits", "--most-operators", "--set"):
-            options += [name, value]
-    return options
+def _command(name: str, words: Sequence[str], arguments: argparse.Namespace) -> str:
+    """Command line that repeats the run. The tables are named by their sources, not by their paths; cache and results are left out."""
+    said = " ".join(["perfguard", name, *["TABLE"] * len(arguments.tables)])
+    for option, value in itertools.pairwise(words):
+        if option in ("--predictor", "--predictors", "--splits", "--most-runs", "--most-operators", "--set"):
+            said += f" {option} {value}"
+    return said
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, *, splits: str) -> None:
+    parser.add_argument("--splits", default=splits, help=f"any of {', '.join(_SPLITS)}, comma-separated (default: {splits})")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"), help="folder for graphs and finished folds")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--most-runs", type=int, help="most rows of each other table, drawn by network (default: all)")
     parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
+
+
+def _of_common(arguments: argparse.Namespace) -> tuple[list[Path], list[str], dict[str, Any]]:
+    """The tables, or samples of them, the splits and the settings."""
+    from perfguard_research.sample import sampled
+
+    splits, tables = arguments.splits.split(","), arguments.tables
+    if unknown := set(splits) - set(_SPLITS):
+        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
+    settings = _settings(arguments.set)
+    if arguments.most_runs is not None:
+        tables = sampled(tables, arguments.most_runs, folder=arguments.cache / "tables")
+    return tables, splits, settings
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:

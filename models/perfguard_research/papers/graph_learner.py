@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
-_NODES_A_BATCH = 6_000
+_NODES_A_BATCH = 2_000
 _MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
 _VALIDATION = 8
@@ -88,7 +88,7 @@ class GraphLearner(ABC):
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
 
-    def __init__(self, *, epochs: int = 100, hidden: int = 128, learning_rate: float = 2e-3, seed: int = 0) -> None:
+    def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
         self._scale: dict[str, torch.Tensor] = {}
         self._labels = torch.zeros(4, len(self.targets))
