@@ -168,12 +168,14 @@ def leaderboard(words: Sequence[str]) -> None:
         most_operators=arguments.most_operators,
     )  # fmt: skip
     lines, scores = entries(runs, found), fit_scores(runs, found)
+    scopes = {name: getattr(learner_class(name), "mode", "") for name in names}
+    scope = " ".join(f"`{name}` predicts {'training' if mode == 'train' else 'inference'} alone." for name, mode in scopes.items() if mode)
     sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
     head = (
         f"# Leaderboard\n\n    {_command('leaderboard', words, arguments)}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
         f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
         "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
-        "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
+        f"risk; balanced accuracy on pairs of neighbouring batches. {scope}\n\n"
     )
     text = head + as_markdown(lines, scores, names)
     if arguments.out is not None:

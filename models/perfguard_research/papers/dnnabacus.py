@@ -45,6 +45,7 @@ class DNNAbacus:
     name: ClassVar[str] = "dnnabacus"
     views: ClassVar[tuple[str, ...]] = ("layers",)
     tables: ClassVar[tuple[str, ...]] = STEPS
+    mode: ClassVar[str] = "train"
 
     def __init__(self, *, trees: int = 40, seed: int = 0) -> None:
         self.settings = {"trees": trees, "seed": seed}

@@ -87,6 +87,8 @@ class GraphLearner(ABC):
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
+    kept: ClassVar[tuple[str, ...]] = _SCALERS
+    """What a file of weights has beside network and labels."""
 
     def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
@@ -168,7 +170,7 @@ class GraphLearner(ABC):
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         made = cls(**settings)
-        made._scale = {key: tensors[f"scale.{key}"] for key in _SCALERS}
+        made._scale = {key: tensors[f"scale.{key}"] for key in cls.kept}
         made._labels = tensors["labels"]
         made._network = made.make_network(settings["hidden"])
         prefix = "network."

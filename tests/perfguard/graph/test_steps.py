@@ -91,6 +91,22 @@ def test_a_step_in_the_users_own_words() -> None:
     assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) >= parameter_bytes
 
 
+def test_inference_under_autograd_keeps_every_activation() -> None:
+    """It is what a server costs that forgets `torch.no_grad()`, and what DIPPM measured."""
+
+    def forward_only(model: nn.Module, inputs: Any, targets: Any, optimizer: Any) -> None:
+        model.eval()
+        model(inputs)
+
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())))
+    activation = 4 * 512 * 256
+    peaks = {
+        mode: trace(Workload(model, (512, 256), mode=mode, step=step)).peak_live_bytes
+        for mode, step in (("infer", None), ("train", forward_only))
+    }
+    assert peaks["train"] - peaks["infer"] > 12 * activation  # a linear layer and a GELU keep their inputs
+
+
 def test_a_step_excludes_what_it_contains() -> None:
     with pytest.raises(WorkloadError, match="excludes loss"):
         Workload(Gan(), (64, 784), step=gan_step, loss=total)
