@@ -168,14 +168,15 @@ def leaderboard(words: Sequence[str]) -> None:
         most_operators=arguments.most_operators,
     )  # fmt: skip
     lines, scores = entries(runs, found), fit_scores(runs, found)
-    scopes = {name: getattr(learner_class(name), "mode", "") for name in names}
-    scope = " ".join(f"`{name}` predicts {'training' if mode == 'train' else 'inference'} alone." for name, mode in scopes.items() if mode)
+    modes = [(name, getattr(learner_class(name), "mode", "")) for name in names]
+    scopes = " ".join(f"`{name}` predicts runs of mode {mode} alone." for name, mode in modes if mode)
     sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
     head = (
-        f"# Leaderboard\n\n    {_command('leaderboard', words, arguments)}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
-        f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
-        "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
-        f"risk; balanced accuracy on pairs of neighbouring batches. {scope}\n\n"
+        f"# Leaderboard\n\n    {_command('leaderboard', words, arguments)}\n\n"
+        f"{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}.\n\n"
+        "Errors: mean ± spread over folds / median. Intervals: coverage / median width. What fits: failed runs caught / fitting "
+        "runs pruned, by the median; the same at the guard's default risk; balanced accuracy on pairs of neighbouring batches. "
+        f"{scopes}\n\n"
     )
     text = head + as_markdown(lines, scores, names)
     if arguments.out is not None:
@@ -186,7 +187,7 @@ def leaderboard(words: Sequence[str]) -> None:
 
 
 def _command(name: str, words: Sequence[str], arguments: argparse.Namespace) -> str:
-    """Command line that repeats the run. The tables are named by their sources, not by their paths; cache and results are left out."""
+    """Command line that repeats the run, without the paths of tables, cache and results."""
     said = " ".join(["perfguard", name, *["TABLE"] * len(arguments.tables)])
     for option, value in itertools.pairwise(words):
         if option in ("--predictor", "--predictors", "--splits", "--most-runs", "--most-operators", "--set"):

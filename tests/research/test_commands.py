@@ -106,7 +106,7 @@ def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -
 
 
 def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path, tmp_path: Path) -> None:
-    columns, rows = read_table(table_of_runs)
+    _, rows = read_table(table_of_runs)
     chosen, again = (read_table(sampled([table_of_runs], 80, folder=tmp_path / name)[0])[1] for name in "ab")
     assert chosen == again
     networks = Counter(row["config"] for row in chosen)
@@ -117,8 +117,8 @@ def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path, tmp
 
 
 def test_training_without_folds_by_gpu_assumes_wide_intervals_there(table_of_runs: Path, tmp_path: Path) -> None:
-    words = ["train", str(table_of_runs), "--predictor", "roofline", "--out", str(tmp_path), "--cache", str(tmp_path), "--jobs", "1"]
-    assert main([*words, "--splits", "family", "--most-runs", "80"]) == 0
+    words = ["train", str(table_of_runs), "--predictor", "roofline", "--out", str(tmp_path), "--cache", str(tmp_path)]
+    assert main([*words, "--splits", "family", "--most-runs", "80", "--jobs", "1"]) == 0
     card = json.loads((tmp_path / "roofline.json").read_text())
     assert {line["split"] for line in card["errors"]} == {"family"}
     assert card["calibration"]["scale"]["time/new gpu"] == 4 * card["calibration"]["scale"]["time"]

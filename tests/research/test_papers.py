@@ -134,7 +134,7 @@ def test_lilou_adds_up_the_latencies_of_fused_subgraphs() -> None:
 
 
 def test_lilou_kernels_start_alike_whatever_they_fuse() -> None:
-    """GraphSizeNorm takes a kernel of many operators to the bias: with a bias of 0 these took all of the latency, and learnt it."""
+    """GraphSizeNorm takes a kernel of many operators to the bias: with a bias of 0 they took all of it, and learnt alone."""
     learner = learner_class("lilou")(epochs=0)
     run = some_runs("lilou")[0]
     fused = _with(run, kernel=run.view["kernel"] // 5)
