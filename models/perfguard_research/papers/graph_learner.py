@@ -72,7 +72,8 @@ class GraphLearner(ABC):
 
     Args:
         epochs: the most epochs. Training ends sooner after a third of them without a smaller validation error.
-        hidden: channels. The papers have 256 (PerfSeer, LILOU's latency), 512 (DIPPM), and the number of features (DNNPerf).
+        hidden: channels. The papers have 256 (PerfSeer, LILOU's latency), 512 (DIPPM), and the number of features (DNNPerf). This
+            default and that of ``epochs`` are for some hundred runs and minutes of one core.
         learning_rate: of Adam, at the start. It falls to zero along half a cosine.
         seed: of the weights, of the order of the runs and of the validation families.
     """
@@ -132,8 +133,13 @@ class GraphLearner(ABC):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
-            for indices, batch in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
-                losses = self._losses(network(batch), labels[indices])
+            for chosen in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
+                losses = []
+                for at, measured in enumerate(labels.T):
+                    known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
+                    if known:
+                        predicted = network(joined([graphs[i] for i in known]))[:, at]
+                        losses.append(self.loss(predicted, measured[known]))
                 optimizer.zero_grad()
                 self.backward(losses, network)
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -212,23 +218,21 @@ class GraphLearner(ABC):
             **scaled,
         )
 
-    def _losses(self, predicted: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        known = ~labels.isnan()
-        return [self.loss(predicted[there, at], labels[there, at]) for at, there in enumerate(known.T) if there.any()]
-
     def _outputs(self, graphs: Sequence[Graphs], order: Sequence[int]) -> torch.Tensor:
         assert self._network is not None
         self._network.eval()
         with torch.inference_mode():
-            return torch.cat([torch.zeros(0, len(self.targets)), *(self._network(batch) for _, batch in _batches(graphs, order))])
+            outputs = (self._network(joined([graphs[i] for i in chosen])) for chosen in _batches(graphs, order))
+            return torch.cat([torch.zeros(0, len(self.targets)), *outputs])
 
 
-def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[tuple[list[int], Graphs]]:
+def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[list[int]]:
+    """The indices of ``order``, cut where the graphs so far have enough nodes."""
     chosen: list[int] = []
-    num_nodes = 0
-    for position, index in enumerate(order):
+    for index in order:
         chosen.append(index)
-        num_nodes += len(graphs[index].kind)
-        if num_nodes >= _NODES_A_BATCH or position == len(order) - 1:
-            yield chosen, joined([graphs[i] for i in chosen])
-            chosen, num_nodes = [], 0
+        if sum(len(graphs[i].kind) for i in chosen) >= _NODES_A_BATCH:
+            yield chosen
+            chosen = []
+    if chosen:
+        yield chosen
