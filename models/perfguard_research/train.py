@@ -97,7 +97,7 @@ def train_and_write(
     calibration = calibrated(errors)
     if "gpu" not in splits:
         scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
-        calibration = calibration._replace(scale=scale | calibration.scale)
+        calibration = calibration._replace(scale={**scale, **calibration.scale})
     write_trained(out / stem, name, learner, card, calibration, feature_sets=FEATURE_SETS)
     size = (out / stem).with_suffix(".safetensors").stat().st_size
     return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"

@@ -24,7 +24,6 @@ from perfguard_models import guardnet
 from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.trained import write_trained
 from perfguard_research.dataset import Run, folds
-from perfguard_research.learners import learner_class
 from perfguard_research.papers import served
 from perfguard_research.papers.dnnperf import NodeEdgeEncoder
 from perfguard_research.papers.layers import FEATURE_SETS, GLOBAL_COLUMNS, NODE_COLUMNS, kernels, layers_of
@@ -135,10 +134,9 @@ def test_lilou_adds_up_the_latencies_of_fused_subgraphs() -> None:
 
 def test_lilou_kernels_start_alike_whatever_they_fuse() -> None:
     """GraphSizeNorm takes a kernel of many operators to the bias: with a bias of 0 they took all of it, and learnt alone."""
-    learner = learner_class("lilou")(epochs=0)
     run = some_runs("lilou")[0]
     fused = _with(run, kernel=run.view["kernel"] // 5)
-    learner.fit([run, fused])
+    learner = fitted("lilou", [run, fused], epochs=0)
     learner._labels[2:] = torch.tensor([[-50.0], [50.0]])  # type: ignore[attr-defined]
     alone, together = (math.exp(time) for time in learner.predict([run, fused])["time"])
     assert alone / together == pytest.approx(len(set(run.view["kernel"])) / len(set(fused.view["kernel"])), rel=1e-5)
