@@ -24,6 +24,7 @@ from perfguard_models import guardnet
 from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.trained import write_trained
 from perfguard_research.dataset import Run, folds
+from perfguard_research.learners import learner_class
 from perfguard_research.papers import served
 from perfguard_research.papers.dnnperf import NodeEdgeEncoder
 from perfguard_research.papers.layers import FEATURE_SETS, GLOBAL_COLUMNS, NODE_COLUMNS, kernels, layers_of
@@ -193,6 +194,14 @@ def test_training_keeps_the_epoch_with_the_smallest_validation_error(name: str) 
         for at, target in enumerate(("memory", "time"))
     )
     assert error <= min(errors) + 1e-4
+
+
+def test_training_stops_a_third_of_its_epochs_after_the_best() -> None:
+    learner: Any = learner_class("perfseer")
+    errors: list[float] = []
+    at_rest = learner(epochs=9, hidden=8, learning_rate=0.0)  # no epoch is better than the first
+    at_rest.fit(some_runs("perfseer"), on_epoch=lambda done, of, error: errors.append(error))
+    assert len(errors) == 1 + 9 // 3 + 1
 
 
 def _with(run: Run, **arrays: Any) -> Run:

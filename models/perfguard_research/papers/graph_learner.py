@@ -129,16 +129,16 @@ class GraphLearner(ABC):
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
         network = self._network = self.make_network(self.settings["hidden"])
         optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
-        epochs, best, kept, at = self.settings["epochs"], math.inf, network.state_dict(), 0
+        epochs, best, kept, best_epoch = self.settings["epochs"], math.inf, network.state_dict(), 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
             for chosen in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
                 losses = []
-                for at, measured in enumerate(labels.T):
+                for column, measured in enumerate(labels.T):
                     known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
                     if known:
-                        predicted = network(joined([graphs[i] for i in known]))[:, at]
+                        predicted = network(joined([graphs[i] for i in known]))[:, column]
                         losses.append(self.loss(predicted, measured[known]))
                 optimizer.zero_grad()
                 self.backward(losses, network)
@@ -149,8 +149,8 @@ class GraphLearner(ABC):
             if on_epoch is not None:
                 on_epoch(epoch + 1, epochs, error)
             if error < best:
-                best, kept, at = error, copy.deepcopy(network.state_dict()), epoch
-            elif epoch - at > epochs // 3:
+                best, kept, best_epoch = error, copy.deepcopy(network.state_dict()), epoch
+            elif epoch - best_epoch > epochs // 3:
                 break
         network.load_state_dict(kept)
 
