@@ -52,7 +52,7 @@ class _Latency(nn.Module):
         super().__init__()
         self.blocks = KernelBlocks(NUM_KINDS + len(_OF_LAYER) + NUM_GLOBAL, hidden)
         self.latency = nn.Linear(hidden, 1)
-        # A kernel starts as one of e^5 equal ones. GraphSizeNorm takes a kernel of many operators to the bias. With a bias near 0,
+        # A kernel starts as one of e^5 equal ones. GraphSizeNorm takes a kernel of many operators to the bias. If that is near 0,
         # the latency of a whole network, these kernels take all of the sum, and all of its gradient.
         nn.init.zeros_(self.latency.weight)
         nn.init.constant_(self.latency.bias, -5.0)
