@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_FEWEST_ROWS = 20
 _PHYSICS = {"memory": "log_reserved", "time": "log_roofline"}
 
 
@@ -83,22 +84,19 @@ class Trees:
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         x = sums_table(runs)
-        for done, target in enumerate(TARGETS):
+        for target in TARGETS:
             y = labels_of(runs, target) - _physics(runs, target)
             known = ~np.isnan(y)
-            if known.sum() < 20:
-                continue
-            model = HistGradientBoostingRegressor(
-                loss="absolute_error",
-                max_iter=self.settings["trees"],
-                learning_rate=self.settings["learning_rate"],
-                max_leaf_nodes=self.settings["leaves"],
-                max_features=0.5,
-                random_state=self.settings["seed"],
-            ).fit(x[known], y[known])
-            self._forests[target] = forest_of_boosting(model)
-            if on_epoch is not None:
-                on_epoch(done + 1, len(TARGETS), float(np.abs(model.predict(x[known]) - y[known]).mean()))
+            if known.sum() >= _FEWEST_ROWS:
+                model = HistGradientBoostingRegressor(
+                    loss="absolute_error",
+                    max_iter=self.settings["trees"],
+                    learning_rate=self.settings["learning_rate"],
+                    max_leaf_nodes=self.settings["leaves"],
+                    max_features=0.5,
+                    random_state=self.settings["seed"],
+                )
+                self._forests[target] = forest_of_boosting(model.fit(x[known], y[known]))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._forests:

@@ -96,9 +96,6 @@ def _kinds_and_device(run: Example) -> tuple[float, ...]:
 
 def pcgrad(losses: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
     """Gradient surgery (Yu et al. 2020, algorithm 1): each task's gradient loses what points against another's."""
-    if len(losses) == 1:
-        losses[0].backward()
-        return
     gradients = []
     for loss in losses:
         found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
