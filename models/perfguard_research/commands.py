@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import platform
@@ -107,22 +108,17 @@ def train(words: Sequence[str]) -> None:
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
     parser.add_argument("--predictor", required=True, help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
-    _add_common(parser)
+    _add_common(parser, splits="family,source,gpu")
     arguments = parser.parse_args(words)
     learner_class(arguments.predictor)
-    settings = _settings(arguments.set)
+    tables, splits, settings = _of_common(arguments)
     console = Console(stderr=True)
     with console.status(f"{arguments.predictor}: folds") as shown:
         written = train_and_write(
-            arguments.predictor,
-            settings,
-            arguments.tables,
-            arguments.out,
-            cache=arguments.cache,
-            jobs=arguments.jobs,
-            most_operators=arguments.most_operators,
+            arguments.predictor, settings, tables, arguments.out, splits=splits, command=_command("train", words, arguments),
+            cache=arguments.cache, jobs=arguments.jobs, most_operators=arguments.most_operators,
             on_epoch=lambda done, of, loss: shown.update(f"all rows: {done} of {of}, loss {loss:.4f}"),
-        )
+        )  # fmt: skip
     console.print(written, markup=False, highlight=False)
 
 
@@ -133,30 +129,27 @@ def leaderboard(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
     parser.add_argument("--predictors", default=",".join(NAMES), help="names, comma-separated (default: all)")
-    parser.add_argument("--splits", default="family", help=f"any of {', '.join(_SPLITS)}, comma-separated (default: family)")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables, and FILE.json with the same data")
-    _add_common(parser)
+    _add_common(parser, splits="family")
     arguments = parser.parse_args(words)
-    names, splits = arguments.predictors.split(","), arguments.splits.split(",")
+    names = arguments.predictors.split(",")
     for name in names:
         learner_class(name)
-    if unknown := set(splits) - set(_SPLITS):
-        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
-    settings = _settings(arguments.set)
+    tables, splits, settings = _of_common(arguments)
     runs, found = predictions(
-        arguments.tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
+        tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
         most_operators=arguments.most_operators,
     )  # fmt: skip
     lines, scores = entries(runs, found), fit_scores(runs, found)
+    modes = [(name, getattr(learner_class(name), "mode", "")) for name in names]
+    scopes = " ".join(f"`{name}` predicts runs of mode {mode} alone." for name, mode in modes if mode)
     sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
-    words = ["--predictors", arguments.predictors, "--splits", arguments.splits, "--most-operators", arguments.most_operators]
-    options = " ".join(map(str, [*words, *(f"--set {setting}" for setting in arguments.set)]))
-    made = f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}"
     head = (
-        f"# Leaderboard\n\n    perfguard leaderboard TABLE... {options}\n\n"
-        f"{len(runs):,} runs: {sources}. {made}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
-        "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
-        "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
+        f"# Leaderboard\n\n    {_command('leaderboard', words, arguments)}\n\n"
+        f"{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}.\n\n"
+        "Errors: mean ± spread over folds / median. Intervals: coverage / median width. What fits: failed runs caught / fitting "
+        "runs pruned, by the median; the same at the guard's default risk; balanced accuracy on pairs of neighbouring batches. "
+        f"{scopes}\n\n"
     )
     text = head + as_markdown(lines, scores, names)
     if arguments.out is not None:
@@ -166,11 +159,35 @@ def leaderboard(words: Sequence[str]) -> None:
     print(text)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _command(name: str, words: Sequence[str], arguments: argparse.Namespace) -> str:
+    """Command line that repeats the run, without the paths of tables, cache and results."""
+    said = " ".join(["perfguard", name, *["TABLE"] * len(arguments.tables)])
+    for option, value in itertools.pairwise(words):
+        if option in ("--predictor", "--predictors", "--splits", "--most-runs", "--most-operators", "--set"):
+            said += f" {option} {value}"
+    return said
+
+
+def _add_common(parser: argparse.ArgumentParser, *, splits: str) -> None:
+    parser.add_argument("--splits", default=splits, help=f"any of {', '.join(_SPLITS)}, comma-separated (default: {splits})")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"), help="folder for graphs and finished folds")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--most-runs", type=int, help="most rows of each other table, drawn by network (default: all)")
     parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
+
+
+def _of_common(arguments: argparse.Namespace) -> tuple[list[Path], list[str], dict[str, Any]]:
+    """The tables, or samples of them, the splits and the settings."""
+    from perfguard_research.sample import sampled
+
+    splits, tables = arguments.splits.split(","), arguments.tables
+    if unknown := set(splits) - set(_SPLITS):
+        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
+    settings = _settings(arguments.set)
+    if arguments.most_runs is not None:
+        tables = sampled(tables, arguments.most_runs, folder=arguments.cache / "tables")
+    return tables, splits, settings
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One predictor from tables to weights: evaluated on folds by family, source and GPU, then fitted to all rows.
+"""One predictor from tables to weights: evaluated on folds of held-out runs, then fitted to all rows.
 
 The folds give the errors in the card and the calibration of the intervals; the weights that ship have seen all rows.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from perfguard.exceptions import ConfigurationError, TableError
+from perfguard_models.calibration import NEW_GPU
 from perfguard_models.learner import Learner
 from perfguard_models.step_time import StepTime
 from perfguard_models.trained import CPU_PREFIX, write_trained
@@ -25,6 +26,8 @@ from perfguard_research.learners import OnEpoch, learner_class
 from perfguard_research.papers.layers import FEATURE_SETS
 
 _FEWEST_RUNS = 20
+_ON_NEW_GPUS = 4.0
+"""How much wider intervals are on a GPU without training rows, where no GPU was held out."""
 
 
 def train_and_write(
@@ -33,12 +36,16 @@ def train_and_write(
     tables: Sequence[Path],
     out: Path,
     *,
+    splits: Sequence[str],
+    command: str,
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
     on_epoch: OnEpoch = lambda done, of, loss: None,
 ) -> str:
     """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs alone it is OUT/cpu-NAME, but not for step-time.
+
+    ``splits`` are those that it is evaluated on. The card says that ``command`` repeats the training.
 
     Returns:
         A sentence for a person.
@@ -67,7 +74,7 @@ def train_and_write(
     stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus and not serves_all else name
     started = time.monotonic()
     runs = dataset.runs
-    found = predictions_of(name, settings, runs, ["family", "source", "gpu"], cache=cache, jobs=jobs)
+    found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
     learner = kind(**settings)
     learner.fit(own, on_epoch=on_epoch)
     errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
@@ -79,7 +86,7 @@ def train_and_write(
         "timed": sorted({run.timed_as for run in used if "time" in run.labels and not run.is_single}),
         "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
         "left_out": dataset.rejections(),
-        "command": _command(name, settings, len(tables), most_operators),
+        "command": command,
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
         "errors": [rounded(line._asdict()) for line in entries(runs, found)],
         "fits": [
@@ -87,7 +94,11 @@ def train_and_write(
             for (split, group, _), score in fit_scores(runs, found).items()
         ],
     }
-    write_trained(out / stem, name, learner, card, calibrated(errors), feature_sets=FEATURE_SETS)
+    calibration = calibrated(errors)
+    if "gpu" not in splits:
+        scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
+        calibration = calibration._replace(scale={**scale, **calibration.scale})
+    write_trained(out / stem, name, learner, card, calibration, feature_sets=FEATURE_SETS)
     size = (out / stem).with_suffix(".safetensors").stat().st_size
     return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 
@@ -96,9 +107,3 @@ def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:
     """The runs that ``learner`` learnt from: those with a label of what it predicts. Of memory, whether a run fits is enough."""
     known = {target: np.isfinite(values) for target, values in learner.predict(runs).items()}
     return [run for at, run in enumerate(runs) if any(known[what][at] for what in ("memory", *run.labels))]
-
-
-def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:
-    """Command line that repeats the training. The tables are named by their sources, not by their paths."""
-    words = ["perfguard train", *["TABLE"] * number, f"--predictor {name} --out DIR --most-operators {most_operators}"]
-    return " ".join([*words, *(f"--set {key}={value}" for key, value in settings.items())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from perfguard.cli import main
 from perfguard.devices import resolve_device
 from perfguard.graph import TraceCache, work_s
 from perfguard_models import guardnet
+from perfguard_research.csv_rows import read_table
 from perfguard_research.dataset import Fold, Run
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
+from perfguard_research.sample import sampled
 from perfguard_research.tables import parser_of
 from tests.rows import write
 
@@ -85,7 +88,6 @@ def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -
     assert any("new gpu" in name for name in card["calibration"]["scale"])
 
     net = guardnet.load(weights)
-    from perfguard_research.csv_rows import read_table
     from perfguard_research.evaluate import evaluate, report
 
     columns, rows = read_table(table_of_runs)
@@ -95,6 +97,26 @@ def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -
     groups = report(results)
     assert all(group["time"]["mean"] < 0.2 for group in groups if group["time"])
     assert sum(bool(group["time"]) for group in groups) == 6  # three cards, two sources
+
+
+def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path, tmp_path: Path) -> None:
+    _, rows = read_table(table_of_runs)
+    chosen, again = (read_table(sampled([table_of_runs], 80, folder=tmp_path / name)[0])[1] for name in "ab")
+    assert chosen == again
+    networks = Counter(row["config"] for row in chosen)
+    assert 0 < sum(networks.values()) <= 80
+    every = Counter(row["config"] for row in rows if row["step_time_ms"] != "-1")
+    assert all(every[config] == number for config, number in networks.items())
+    assert sampled([table_of_runs], len(rows), folder=tmp_path) == [table_of_runs]
+
+
+def test_training_without_folds_by_gpu_assumes_wide_intervals_there(table_of_runs: Path, tmp_path: Path) -> None:
+    words = ["train", str(table_of_runs), "--predictor", "roofline", "--out", str(tmp_path), "--cache", str(tmp_path)]
+    assert main([*words, "--splits", "family", "--most-runs", "80", "--jobs", "1"]) == 0
+    card = json.loads((tmp_path / "roofline.json").read_text())
+    assert {line["split"] for line in card["errors"]} == {"family"}
+    assert card["calibration"]["scale"]["time/new gpu"] == 4 * card["calibration"]["scale"]["time"]
+    assert card["command"] == "perfguard train TABLE --predictor roofline --splits family --most-runs 80"
 
 
 def test_a_leaderboard_is_written_and_found_again(

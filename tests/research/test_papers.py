@@ -24,6 +24,7 @@ from perfguard_models import guardnet
 from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.trained import write_trained
 from perfguard_research.dataset import Run, folds
+from perfguard_research.learners import learner_class
 from perfguard_research.papers import served
 from perfguard_research.papers.dnnperf import NodeEdgeEncoder
 from perfguard_research.papers.layers import FEATURE_SETS, GLOBAL_COLUMNS, NODE_COLUMNS, kernels, layers_of
@@ -132,6 +133,16 @@ def test_lilou_adds_up_the_latencies_of_fused_subgraphs() -> None:
     assert fused != pytest.approx(without_edges, abs=1e-5)  # attention works within a kernel
 
 
+def test_lilou_kernels_start_alike_whatever_they_fuse() -> None:
+    """GraphSizeNorm takes a kernel of many operators to the bias: with a bias of 0 they took all of it, and learnt alone."""
+    run = some_runs("lilou")[0]
+    fused = _with(run, kernel=run.view["kernel"] // 5)
+    learner = fitted("lilou", [run, fused], epochs=0)
+    learner._labels[2:] = torch.tensor([[-50.0], [50.0]])  # type: ignore[attr-defined]
+    alone, together = (math.exp(time) for time in learner.predict([run, fused])["time"])
+    assert alone / together == pytest.approx(len(set(run.view["kernel"])) / len(set(fused.view["kernel"])), rel=1e-5)
+
+
 def test_lilou_reads_the_kernels_of_compiled_steps(graphs: list[OpGraph]) -> None:
     device, graph = resolve_device("a100"), graphs[0]
     fused = kernels(dataclasses.replace(graph, options=("compiled",)), device)["kernel"]
@@ -183,6 +194,14 @@ def test_training_keeps_the_epoch_with_the_smallest_validation_error(name: str) 
         for at, target in enumerate(("memory", "time"))
     )
     assert error <= min(errors) + 1e-4
+
+
+def test_training_stops_a_third_of_its_epochs_after_the_best() -> None:
+    learner: Any = learner_class("perfseer")
+    errors: list[float] = []
+    at_rest = learner(epochs=9, hidden=8, learning_rate=0.0)  # no epoch is better than the first
+    at_rest.fit(some_runs("perfseer"), on_epoch=lambda done, of, error: errors.append(error))
+    assert len(errors) == 1 + 9 // 3 + 1
 
 
 def _with(run: Run, **arrays: Any) -> Run:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_FEWEST_ROWS = 20
+_PHYSICS = {"memory": "log_reserved", "time": "log_roofline"}
+
+
 class Roofline:
     """The replay's reserved bytes and the summed roofline, each times one factor: the median of measured over computed.
 
@@ -28,24 +32,21 @@ class Roofline:
     name: ClassVar[str] = "roofline"
     views: ClassVar[tuple[str, ...]] = ("sums",)
     tables: ClassVar[tuple[str, ...]] = ALL_TABLES
-    basis: ClassVar[Mapping[str, str]] = {"memory": "log_reserved", "time": "log_roofline"}
 
     def __init__(self, **settings: Any) -> None:
         self._factors: dict[str, float] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        for target, basis in self.basis.items():
-            ratio = labels_of(runs, target) - column(runs, basis)
-            for name, chosen in _groups(runs, target).items():
-                known = ratio[chosen & ~np.isnan(ratio)]
-                if len(known):
-                    self._factors[name] = float(np.median(known))
+        for target in _PHYSICS:
+            ratio, groups = labels_of(runs, target) - _physics(runs, target), _groups(runs, target)
+            for name in np.unique(groups[~np.isnan(ratio)]):
+                self._factors[name] = float(np.nanmedian(ratio[groups == name]))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         found = {target: np.full(len(runs), np.nan) for target in TARGETS}
-        for target, basis in self.basis.items():
-            for name, chosen in _groups(runs, target).items():
-                found[target][chosen] = column(runs, basis)[chosen] + self._factors.get(name, np.nan)
+        for target in _PHYSICS:
+            factors = [self._factors.get(name, np.nan) for name in _groups(runs, target)]
+            found[target] = _physics(runs, target) + np.array(factors)
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
@@ -58,10 +59,14 @@ class Roofline:
         return made
 
 
-def _groups(runs: Sequence[Example], target: str) -> dict[str, npt.NDArray[np.bool_]]:
-    """Groups of runs that share a factor, by its name."""
-    single = np.array([run.is_single for run in runs])
-    return {target: ~single, f"{target} operator": single}
+def _groups(runs: Sequence[Example], target: str) -> npt.NDArray[np.str_]:
+    """The name of each run's group: runs of a group share a factor."""
+    return np.array([f"{target} operator" if run.is_single else target for run in runs], dtype=str)
+
+
+def _physics(runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
+    """What physics says of ``target``, as a logarithm; 0 where it says nothing. Shape: (len(runs),)."""
+    return column(runs, _PHYSICS[target]) if target in _PHYSICS else np.zeros(len(runs))
 
 
 class Trees:
@@ -79,38 +84,27 @@ class Trees:
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         x = sums_table(runs)
-        for done, target in enumerate(TARGETS):
-            y = labels_of(runs, target) - self._start(runs, target)
+        for target in TARGETS:
+            y = labels_of(runs, target) - _physics(runs, target)
             known = ~np.isnan(y)
-            if known.sum() < 20:
-                continue
-            model = HistGradientBoostingRegressor(
-                loss="absolute_error",
-                max_iter=self.settings["trees"],
-                learning_rate=self.settings["learning_rate"],
-                max_leaf_nodes=self.settings["leaves"],
-                max_features=0.5,
-                random_state=self.settings["seed"],
-            ).fit(x[known], y[known])
-            self._forests[target] = forest_of_boosting(model)
-            if on_epoch is not None:
-                on_epoch(done + 1, len(TARGETS), float(np.abs(model.predict(x[known]) - y[known]).mean()))
-
-    def _start(self, runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
-        if target == "memory":
-            return column(runs, "log_reserved")
-        return column(runs, "log_roofline") if target == "time" else np.zeros(len(runs))
+            if known.sum() >= _FEWEST_ROWS:
+                model = HistGradientBoostingRegressor(
+                    loss="absolute_error",
+                    max_iter=self.settings["trees"],
+                    learning_rate=self.settings["learning_rate"],
+                    max_leaf_nodes=self.settings["leaves"],
+                    max_features=0.5,
+                    random_state=self.settings["seed"],
+                )
+                self._forests[target] = forest_of_boosting(model.fit(x[known], y[known]))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._forests:
             raise RuntimeError(f"{self.name} was not fitted.")
-        x = sums_table(runs)
-        return {
-            target: self._forests[target].predict(x) + self._start(runs, target)
-            if target in self._forests
-            else np.full(len(runs), np.nan)
-            for target in TARGETS
-        }
+        found = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        for target, forest in self._forests.items():
+            found[target] = forest.predict(sums_table(runs)) + _physics(runs, target)
+        return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         tensors: State = {}

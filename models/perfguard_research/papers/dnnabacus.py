@@ -45,6 +45,7 @@ class DNNAbacus:
     name: ClassVar[str] = "dnnabacus"
     views: ClassVar[tuple[str, ...]] = ("layers",)
     tables: ClassVar[tuple[str, ...]] = STEPS
+    mode: ClassVar[str] = "train"
 
     def __init__(self, *, trees: int = 40, seed: int = 0) -> None:
         self.settings = {"trees": trees, "seed": seed}
@@ -52,37 +53,28 @@ class DNNAbacus:
         self._weights: dict[str, npt.NDArray[np.float64]] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor, RandomForestRegressor, StackingRegressor
         from sklearn.linear_model import Ridge
-
-        runs = [run for run in runs if trains(run.view)]
-        x = _table(runs)
-        order = np.random.default_rng(self.settings["seed"]).permutation(len(runs))
-        for done, target in enumerate(TARGETS):
-            y = labels_of(runs, target)
-            known = order[~np.isnan(y[order])]
-            if len(known) < 2 * _PARTS:
-                continue
-            unseen = np.zeros((len(known), 3))
-            for part in range(_PARTS):
-                held = np.arange(len(known)) % _PARTS == part
-                members = self._fitted(x[known[~held]], y[known[~held]])
-                unseen[held] = np.stack([member.predict(x[known[held]]) for member in members], axis=1)
-            ridge = Ridge(alpha=1e-3).fit(unseen, y[known])
-            self._weights[target] = np.array([*ridge.coef_, ridge.intercept_])
-            self._members[target] = self._fitted(x[known], y[known])
-            if on_epoch is not None:
-                on_epoch(done + 1, len(TARGETS), float(np.mean(np.abs(ridge.predict(unseen) - y[known]))))
-
-    def _fitted(self, x: npt.NDArray[np.float32], y: npt.NDArray[np.float64]) -> list[Forest]:
-        from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor, RandomForestRegressor
+        from sklearn.model_selection import KFold
 
         trees, seed = self.settings["trees"], self.settings["seed"]
         bagging = {"n_estimators": trees, "max_leaf_nodes": 400, "random_state": seed, "max_features": 0.3}
-        return [
-            forest_of_bagging(RandomForestRegressor(**bagging).fit(x, y)),
-            forest_of_bagging(ExtraTreesRegressor(**bagging).fit(x, y)),
-            forest_of_boosting(HistGradientBoostingRegressor(max_iter=5 * trees, random_state=seed).fit(x, y)),
+        members = [
+            ("rf", RandomForestRegressor(**bagging)),
+            ("et", ExtraTreesRegressor(**bagging)),
+            ("gb", HistGradientBoostingRegressor(max_iter=5 * trees, random_state=seed)),
         ]
+        runs = [run for run in runs if trains(run.view)]
+        x = _table(runs)
+        for target in TARGETS:
+            y = labels_of(runs, target)
+            known = ~np.isnan(y)
+            if known.sum() >= 2 * _PARTS:
+                parts = KFold(_PARTS, shuffle=True, random_state=seed)
+                stack = StackingRegressor(members, Ridge(alpha=1e-3), cv=parts).fit(x[known], y[known])
+                self._weights[target] = np.array([*stack.final_estimator_.coef_, stack.final_estimator_.intercept_])
+                rf, et, gb = stack.estimators_
+                self._members[target] = [forest_of_bagging(rf), forest_of_bagging(et), forest_of_boosting(gb)]
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._members:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
-_NODES_A_BATCH = 6_000
+_NODES_A_BATCH = 2_000
 _MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
 _VALIDATION = 8
@@ -72,7 +72,8 @@ class GraphLearner(ABC):
 
     Args:
         epochs: the most epochs. Training ends sooner after a third of them without a smaller validation error.
-        hidden: channels. The papers have 256 (PerfSeer, LILOU's latency), 512 (DIPPM), and the number of features (DNNPerf).
+        hidden: channels. The papers have 256 (PerfSeer, LILOU's latency), 512 (DIPPM), and the number of features (DNNPerf). This
+            default and that of ``epochs`` are for some hundred runs and minutes of one core.
         learning_rate: of Adam, at the start. It falls to zero along half a cosine.
         seed: of the weights, of the order of the runs and of the validation families.
     """
@@ -87,8 +88,10 @@ class GraphLearner(ABC):
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
+    kept: ClassVar[tuple[str, ...]] = _SCALERS
+    """What a file of weights has beside network and labels."""
 
-    def __init__(self, *, epochs: int = 100, hidden: int = 128, learning_rate: float = 2e-3, seed: int = 0) -> None:
+    def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
         self._scale: dict[str, torch.Tensor] = {}
         self._labels = torch.zeros(4, len(self.targets))
@@ -126,12 +129,17 @@ class GraphLearner(ABC):
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
         network = self._network = self.make_network(self.settings["hidden"])
         optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
-        epochs, best, kept, at = self.settings["epochs"], math.inf, network.state_dict(), 0
+        epochs, best, kept, best_epoch = self.settings["epochs"], math.inf, network.state_dict(), 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
-            for indices, batch in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
-                losses = self._losses(network(batch), labels[indices])
+            for chosen in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
+                losses = []
+                for column, measured in enumerate(labels.T):
+                    known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
+                    if known:
+                        predicted = network(joined([graphs[i] for i in known]))[:, column]
+                        losses.append(self.loss(predicted, measured[known]))
                 optimizer.zero_grad()
                 self.backward(losses, network)
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -141,8 +149,8 @@ class GraphLearner(ABC):
             if on_epoch is not None:
                 on_epoch(epoch + 1, epochs, error)
             if error < best:
-                best, kept, at = error, copy.deepcopy(network.state_dict()), epoch
-            elif epoch - at > epochs // 3:
+                best, kept, best_epoch = error, copy.deepcopy(network.state_dict()), epoch
+            elif epoch - best_epoch > epochs // 3:
                 break
         network.load_state_dict(kept)
 
@@ -168,7 +176,7 @@ class GraphLearner(ABC):
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         made = cls(**settings)
-        made._scale = {key: tensors[f"scale.{key}"] for key in _SCALERS}
+        made._scale = {key: tensors[f"scale.{key}"] for key in cls.kept}
         made._labels = tensors["labels"]
         made._network = made.make_network(settings["hidden"])
         prefix = "network."
@@ -210,23 +218,21 @@ class GraphLearner(ABC):
             **scaled,
         )
 
-    def _losses(self, predicted: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        known = ~labels.isnan()
-        return [self.loss(predicted[there, at], labels[there, at]) for at, there in enumerate(known.T) if there.any()]
-
     def _outputs(self, graphs: Sequence[Graphs], order: Sequence[int]) -> torch.Tensor:
         assert self._network is not None
         self._network.eval()
         with torch.inference_mode():
-            return torch.cat([torch.zeros(0, len(self.targets)), *(self._network(batch) for _, batch in _batches(graphs, order))])
+            outputs = (self._network(joined([graphs[i] for i in chosen])) for chosen in _batches(graphs, order))
+            return torch.cat([torch.zeros(0, len(self.targets)), *outputs])
 
 
-def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[tuple[list[int], Graphs]]:
+def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[list[int]]:
+    """The indices of ``order``, cut where the graphs so far have enough nodes."""
     chosen: list[int] = []
-    num_nodes = 0
-    for position, index in enumerate(order):
+    for index in order:
         chosen.append(index)
-        num_nodes += len(graphs[index].kind)
-        if num_nodes >= _NODES_A_BATCH or position == len(order) - 1:
-            yield chosen, joined([graphs[i] for i in chosen])
-            chosen, num_nodes = [], 0
+        if sum(len(graphs[i].kind) for i in chosen) >= _NODES_A_BATCH:
+            yield chosen
+            chosen = []
+    if chosen:
+        yield chosen

@@ -9,8 +9,8 @@ FLOPs. Table 2 has those of the device.
 Deviations:
 - Only steps under torch.compile have fused kernels. In an eager step, each operator is a kernel of its own. The paper serves all
   networks by TensorRT.
-- Compiled runs are in half precision alone. In float32, `served` scales the eager time by the rooflines of the kernels.
-- The paper measures each kernel. Tables of whole networks have only the sum, so the loss compares the logarithm of the sum.
+- The paper measures each kernel. Tables of whole networks have only the sum, so the loss compares the logarithm of the sum. A
+  latency is the exponential of the output, so that it is positive.
 - The kernel's type has no labels in these tables. `perfguard_research.fusion.kernels` has the same blocks with both outputs, and
   learns the type from NeuSight's single operators. So this loss is equation 4 without its second term.
 - Compute capability and bus width are missing. FLOPS, bandwidth, memory and L2 are there.
@@ -52,6 +52,10 @@ class _Latency(nn.Module):
         super().__init__()
         self.blocks = KernelBlocks(NUM_KINDS + len(_OF_LAYER) + NUM_GLOBAL, hidden)
         self.latency = nn.Linear(hidden, 1)
+        # A kernel starts as one of e^5 equal ones. GraphSizeNorm takes a kernel of many operators to the bias. If that is near 0,
+        # the latency of a whole network, these kernels take all of the sum, and all of its gradient.
+        nn.init.zeros_(self.latency.weight)
+        nn.init.constant_(self.latency.bias, -5.0)
 
     def forward(self, graphs: Graphs) -> torch.Tensor:
         x = torch.cat([graphs.kinds(), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.graph]], dim=1)

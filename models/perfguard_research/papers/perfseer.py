@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +26,11 @@ import torch
 from torch import nn
 from torch_geometric.utils import scatter, softmax
 
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State
+from perfguard_models.learner import TARGETS, Arrays, Example, Predicted
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch
 from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, Graphs
 from perfguard_research.papers.layers import DEVICE_COLUMNS, NODE_COLUMNS
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _FLOPS, _WEIGHTS = NODE_COLUMNS.index("flops"), NODE_COLUMNS.index("weight_bytes")
 _SIZES = [NODE_COLUMNS.index(name) for name in ("input_bytes", "weight_bytes", "output_bytes")]
@@ -50,8 +46,8 @@ class PerfSeer(GraphLearner):
     name = "perfseer"
     tables = (*STEPS, "perceptron")
     targets = TARGETS
-    _labelled = torch.zeros(0, _LABELLED)
-    """Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED)."""
+    kept = (*GraphLearner.kept, "labelled")
+    """Also kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED)."""
 
     def make_network(self, hidden: int) -> nn.Module:
         return _SeerNetMulti(hidden, len(self.targets))
@@ -78,29 +74,19 @@ class PerfSeer(GraphLearner):
         pcgrad(losses, [p for p in network.parameters() if p.requires_grad])
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        super().fit(runs, on_epoch=on_epoch)
         rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
-        self._labelled = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
+        self._scale["labelled"] = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
+        super().fit(runs, on_epoch=on_epoch)
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         found = super().predict(runs)
+        kinds, devices = self._scale["labelled"].split([NUM_KINDS, _LABELLED - NUM_KINDS], dim=1)
         for at, run in enumerate(runs):
-            own, labelled = torch.tensor(_kinds_and_device(run)), self._labelled
-            covers = (labelled[:, :NUM_KINDS] >= own[:NUM_KINDS]).all(1) & (labelled[:, NUM_KINDS:] == own[NUM_KINDS:]).all(1)
-            if not covers.any():
+            own_kinds, own_device = torch.tensor(_kinds_and_device(run)).split([NUM_KINDS, _LABELLED - NUM_KINDS])
+            if not ((kinds >= own_kinds).all(1) & (devices == own_device).all(1)).any():
                 for target in _UTILISATION:
                     found[target][at] = math.nan
         return found
-
-    def state(self) -> tuple[State, Mapping[str, Any]]:
-        tensors, settings = super().state()
-        return {**tensors, "labelled": self._labelled}, settings
-
-    @classmethod
-    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
-        made = super().from_state(tensors, settings)
-        made._labelled = tensors["labelled"]
-        return made
 
 
 def _kinds_and_device(run: Example) -> tuple[float, ...]:
@@ -110,9 +96,6 @@ def _kinds_and_device(run: Example) -> tuple[float, ...]:
 
 def pcgrad(losses: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
     """Gradient surgery (Yu et al. 2020, algorithm 1): each task's gradient loses what points against another's."""
-    if len(losses) == 1:
-        losses[0].backward()
-        return
     gradients = []
     for loss in losses:
         found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

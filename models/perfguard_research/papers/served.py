@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
-from perfguard_models.compiled import Compiled, as_compiled
-from perfguard_models.learner import Predicted, predict_with_spread, share_of
+from perfguard_models.learner import share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import FittedModel, read_trained, step_of
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
 
 _UNKNOWN_LOG_SIGMA = 1.0
 _PRIOR_RUNS = 1.0
-
-
-def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
-    """The kernels of a compiled graph; None: it is not compiled, or in half precision, where compiled runs are training rows."""
-    return None if device.kind == "cuda" and graph.precision != "fp32" else as_compiled(graph)
 
 
 class Served:
@@ -47,11 +41,9 @@ class Served:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        compiled = _compiled(graph, device)
         raw = self._raw(graph, device)
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
-        answers, _ = self._answers(graph, device)
-        gpu_util, sm_active = (float(answers[name][0]) for name in ("gpu_util", "sm_active"))
+        gpu_util, sm_active = (share_of(raw[name][0]) if name in raw else None for name in ("gpu_util", "sm_active"))
         return Prediction(
             peak_memory=memory,
             step_time=step_time,
@@ -59,10 +51,10 @@ class Served:
             predictor=self.name,
             device_id=device.id,
             trained_on_device=device.id in self._trained.card["trained_devices"],
-            memory_parts_bytes=memory_parts(graph if compiled is None else compiled.graph, device),
-            gpu_util=share_of(gpu_util) if math.isfinite(gpu_util) else None,
-            sm_active=share_of(sm_active) if math.isfinite(sm_active) else None,
-            unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,
+            memory_parts_bytes=memory_parts(graph, device),
+            gpu_util=gpu_util,
+            sm_active=sm_active,
+            unmodelled=graph.unmodelled,
         )
 
     @undisturbed
@@ -79,30 +71,19 @@ class Served:
         for key, found in residuals.items():
             self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)
 
-    def _answers(self, graph: OpGraph, device: Device) -> tuple[Predicted, Predicted]:
-        learner = self._trained.learner
-        return predict_with_spread(learner, [step_of(learner, graph, device, FEATURE_SETS)])
-
     def _raw(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
-        """Logarithm of the prediction and its standard deviation, by quantity."""
-        if (compiled := _compiled(graph, device)) is not None:
-            kernels_s, eager_s = (float(roofline_s(seen, device).sum()) for seen in (compiled.graph, compiled.eager))
-            share = {"memory": compiled.memory_share(device), "time": kernels_s / max(eager_s, 1e-12)}
-            of_eager = self._raw(compiled.eager, device)
-            return {target: (value + math.log(share[target]), sigma) for target, (value, sigma) in of_eager.items()}
+        """Each quantity's logarithm (or logit) and standard deviation, from physics where the learner has no answer."""
+        learner, card, calibration = self._trained
+        predicted = learner.predict([step_of(learner, graph, device, FEATURE_SETS)])
+        known, group = device.id in card["trained_devices"], Setting.of(graph, device).group
         physics = {
             "memory": math.log(graph.peak_live_bytes + device.context_bytes),
             "time": math.log(max(float(roofline_s(graph, device).sum()), 1e-9)),
         }
-        predicted, spreads = self._answers(graph, device)
-        known, group = device.id in self._trained.card["trained_devices"], Setting.of(graph, device).group
-        found: dict[str, tuple[float, float]] = {}
-        for target in TARGETS:
-            value, spread = float(predicted[target][0]), float(spreads[target][0])
+        found = {target: (value, _UNKNOWN_LOG_SIGMA) for target, value in physics.items()}
+        for target, (value,) in predicted.items():
             if math.isfinite(value):
-                found[target] = value, self._trained.calibration.log_sigma(target, group, spread, known_gpu=known)
-            else:
-                found[target] = physics[target], _UNKNOWN_LOG_SIGMA
+                found[target] = float(value), calibration.log_sigma(target, group, 0.0, known_gpu=known)
         return found
 
     def _estimate(self, target: str, raw: dict[str, tuple[float, float]], graph: OpGraph, device: Device) -> Estimate:

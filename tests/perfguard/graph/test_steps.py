@@ -88,6 +88,19 @@ def test_a_step_in_the_users_own_words() -> None:
     assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) >= parameter_bytes
 
 
+def test_inference_under_autograd_keeps_every_activation() -> None:
+    """It is what a server costs that forgets `torch.no_grad()`, and what DIPPM measured."""
+
+    def forward_only(model: nn.Module, inputs: Any, targets: Any, optimizer: Any) -> None:
+        model.eval()
+        model(inputs)
+
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())))
+    without = trace(Workload(model, (512, 256), mode="infer")).peak_live_bytes
+    under = trace(Workload(model, (512, 256), step=forward_only)).peak_live_bytes
+    assert under - without > 12 * 4 * 512 * 256  # a linear layer and a GELU keep their inputs
+
+
 def test_an_error_in_a_step_is_named_with_its_line() -> None:
     def step(model: nn.Module, x: torch.Tensor, _targets: Any, optimizer: torch.optim.Optimizer) -> None:
         total(model(x)).item()
