@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from tqdm.contrib.logging import tqdm_logging_redirect
 
 from perfguard import plots, summary
 from perfguard.budget import Quantity
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, TrackingWarning, warn_user
 from perfguard.quantities import format_seconds
 from perfguard.report import Report, tables_in
 from perfguard.summary import TRIAL_HEADING, Summary, trial_line
@@ -121,23 +122,46 @@ def progress_line(n_trials: int | None, *, counts_pruned: bool) -> Iterator[Call
     """
     num_launched = num_pruned = num_over = 0
     saved_s = 0.0
+    has_warned = False
     log = logging.getLogger("optuna")
+    # Of a logger that writes to a file alone, nothing is to appear here.
+    speaks = any(getattr(handler, "stream", None) in (sys.stdout, sys.stderr) for handler in log.handlers)
+
+    @contextmanager
+    def study_goes_on() -> Iterator[None]:
+        nonlocal has_warned
+        try:
+            yield
+        except Exception as error:
+            if not has_warned:
+                has_warned = True
+                warn_user(
+                    f"The progress line cannot be shown: {type(error).__name__}: {error}. The study goes on.", TrackingWarning
+                )
 
     def count(study: optuna.Study, trial: FrozenTrial) -> None:
         nonlocal num_launched, num_pruned, num_over, saved_s
-        records = [record_of(ended) for ended in (*_proposals_for(study, trial), trial)]
-        with tqdm.get_lock():
-            for record in records:
-                num_pruned += record.is_pruned
-                num_launched += not record.is_pruned
-                num_over += record.violates and not record.is_pruned
-                saved_s += record.saved_s or 0.0
-            saved = f" · {format_seconds(saved_s)} saved" if saved_s else ""
-            line.set_description_str(f"{num_launched} launched · {num_pruned} pruned · {num_over} over budget{saved}")
-            line.update(counts_pruned or not records[-1].is_pruned)
+        with study_goes_on():
+            records = [record_of(ended) for ended in (*_proposals_for(study, trial), trial)]
+            with tqdm.get_lock():
+                for record in records:
+                    num_pruned += record.is_pruned
+                    num_launched += not record.is_pruned
+                    num_over += record.violates and not record.is_pruned
+                    saved_s += record.saved_s or 0.0
+                saved = f" · {format_seconds(saved_s)} saved" if saved_s else ""
+                line.set_description_str(f"{num_launched} launched · {num_pruned} pruned · {num_over} over budget{saved}")
+                line.update(counts_pruned or not records[-1].is_pruned)
 
-    with tqdm_logging_redirect(total=n_trials, unit="trial", loggers=[log] if log.handlers else []) as line:
+    shown = ExitStack()
+    with study_goes_on():
+        redirect = tqdm_logging_redirect(total=n_trials, unit="trial", loggers=[log] if speaks else [])
+        line = shown.enter_context(redirect)
+    try:
         yield count
+    finally:
+        with study_goes_on():
+            shown.close()
 
 
 def read_report(source: Any, study: str | None) -> Report | None:

@@ -281,6 +281,7 @@ def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStu
         return GuardedStudy(study.study_name, study._storage, study.sampler, study.pruner)
 
     made.__signature__ = inspect.signature(make).replace(return_annotation="GuardedStudy")  # type: ignore[attr-defined]
+    made.__module__, made.__qualname__ = __name__, make.__name__  # it is pickled by its place
     made.__doc__ = f"``optuna.{make.__name__}``, but of a :class:`GuardedStudy`. The arguments are the same."
     return made
 

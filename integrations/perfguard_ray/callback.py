@@ -230,7 +230,8 @@ class PerfGuardCallback(Callback):
         entry.report = report or entry.report
         # A function that returns sends no such result. Of a class that says itself that it is done, this cannot be known.
         is_cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
-        entry.end = "ok", CUT_SHORT if is_cut_short else ""
+        if entry.end[0] != "timeout":  # Tune stops it at the result after the one that broke the budget
+            entry.end = "ok", CUT_SHORT if is_cut_short else ""
         not_measured = self.ledger.why_not_measured(entry)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:

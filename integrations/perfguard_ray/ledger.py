@@ -137,7 +137,7 @@ class Ledger:
             trial_id: Tune's id of it.
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
         """
-        make_workload = functools.cache(functools.partial(self.workload, config))  # it is built once
+        make_workload = made_once(functools.partial(self.workload, config))
         decide = functools.partial(
             self.guard.decide, make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id
         )
@@ -388,3 +388,20 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return bool(one == other)
     except ValueError:
         return True
+
+
+def made_once(make: Callable[[], AnyWorkload]) -> Callable[[], AnyWorkload]:
+    """``make``, called once. If it fails, its error is raised each time: a dry run that hangs costs its time limit once."""
+    done: list[AnyWorkload | Exception] = []
+
+    def made() -> AnyWorkload:
+        if not done:
+            try:
+                done.append(make())
+            except Exception as error:
+                done.append(error)
+        if isinstance(done[0], Exception):
+            raise done[0]
+        return done[0]
+
+    return made

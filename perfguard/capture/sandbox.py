@@ -36,7 +36,7 @@ def write_nothing() -> None:
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
     if (mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils")) is not None:  # it has no switch, nor needs a file
-        mlflow._get_store = MagicMock()  # type: ignore[attr-defined]
+        mlflow._tracking_store_registry.get_store = MagicMock()
     really_open, really_open_descriptor = builtins.open, os.open
     really_list: Callable[[Any], Any] = os.listdir
     really_load = torch.load

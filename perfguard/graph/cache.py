@@ -160,6 +160,10 @@ class _ByValue(pickle.Pickler):
                 return self._wrapped(inside)
             cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
             return types.FunctionType, (value.__code__,), (value.__defaults__, value.__kwdefaults__, cells, vars(value))
+        if isinstance(value, types.MethodType):  # pickle would write the name alone, and it may be patched onto the object
+            return types.MethodType, (value.__func__, value.__self__)
+        if isinstance(value, functools._lru_cache_wrapper):  # pickle would write the name alone
+            return functools.cache, (value.__wrapped__,)
         if isinstance(value, weakref.ref):
             return weakref.ref, (value(),)
         return NotImplemented

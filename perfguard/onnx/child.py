@@ -492,13 +492,14 @@ class _Description:
     def _learn_constant(self, node: onnx.NodeProto) -> None:
         """The value of a Constant is in one of eight attributes; texts stay unknown."""
         for attribute in node.attribute:
-            value = get_attribute_value(attribute)
-            if attribute.name == "sparse_value":
+            if attribute.name == "sparse_value" and attribute.HasField("sparse_tensor"):
+                value = attribute.sparse_tensor
                 self._learn(node.output[0], make_tensor_type_proto(value.values.data_type, value.dims))
-            elif attribute.name == "value":
-                self._learn_tensor(node.output[0], value)
-            elif "string" not in attribute.name:
+            elif attribute.name == "value" and attribute.HasField("t"):  # old files do not give an attribute's type
+                self._learn_tensor(node.output[0], attribute.t)
+            elif attribute.name in ("value_int", "value_ints", "value_float", "value_floats"):
                 dtype = np.int64 if "int" in attribute.name else np.float32
+                value = get_attribute_value(attribute)
                 self._learn_tensor(node.output[0], numpy_helper.from_array(np.array(value, dtype=dtype)))
 
     def _learn_value(self, name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, TrackingWarning
 from perfguard.log import Selection
 from perfguard.plots import outcome_of
 from perfguard.report import page_of, read_report
@@ -146,6 +146,17 @@ def test_a_line_for_each_trial(study: optuna.Study) -> None:
     assert [line.split()[1] for line in lines] == [
         "pruned" if trial.state == optuna.trial.TrialState.PRUNED else "launched" for trial in study.trials
     ]
+
+
+def test_a_progress_line_that_cannot_be_shown_stops_no_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, number: float = 1) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("tqdm.std.tqdm.update", broken)
+    study = optuna.create_study()
+    with pytest.warns(TrackingWarning, match="The study goes on"), progress_line(3, counts_pruned=False) as count:
+        study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=3, callbacks=[count])
+    assert len(study.trials) == 3
 
 
 def test_progress_line_counts_what_a_study_launched_and_pruned(study: optuna.Study, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,19 +210,21 @@ def test_files_stay_as_they_are(dry: Callable[..., DryRuns], tmp_path: Path) -> 
     database.close()
 
 
-def test_mlflow_starts_no_run(dry: Callable[..., DryRuns], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("store", ["http://127.0.0.1:9", "sqlite:///{folder}/mlflow.db"])
+def test_mlflow_starts_no_run(store: str, dry: Callable[..., DryRuns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server is another process, so a sandbox for files does not keep a run from being made there."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
     def objective(ask: Ask) -> None:
-        mlflow.set_tracking_uri("http://127.0.0.1:9")  # nobody listens, so a request would raise
+        mlflow.set_tracking_uri(store.format(folder=tmp_path))  # nobody listens, so a request would raise
         with mlflow.start_run():
             mlflow.log_param("width", 8)
             train()
             mlflow.MlflowClient().log_metric(mlflow.active_run().info.run_id, "loss", 1.0)
 
     assert dry(objective).capture(no_params).unseen == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_prints_nothing(dry: Callable[..., DryRuns], capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -139,3 +140,20 @@ def test_what_cannot_be_compared_is_traced_each_time(rows: Any, count: list[Work
     for _ in range(2):
         traces.trace(Workload(model, (4, 8), loss=total))
     assert len(count) == 2
+
+
+def test_a_method_patched_onto_a_module_is_compared_by_its_code() -> None:
+    """Pickle writes a bound method as its name."""
+
+    def once(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def twice(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1) * 2
+
+    traces, found = TraceCache(), []
+    for forward in (once, twice):
+        model = nn.Identity()
+        model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+        found.append(len(traces.trace(Workload(model, (4, 8), mode="infer")).ops))
+    assert found[1] == found[0] + 1
