@@ -1,4 +1,4 @@
-"""The memory of rejected configurations, which every tuner's plugin shares.
+"""The memory of rejected configurations, and the search that has proposed them. Every tuner's plugin shares both.
 
 A configuration that does not fit is judged once more after another trial has ended, because the guard may have learnt from it.
 Then it is never judged again, so a search that proposes it for ever costs nothing.
@@ -6,10 +6,16 @@ Then it is never judged again, so a search that proposes it for ever costs nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from perfguard.verdict import Verdict
+from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning, warn_user
+from perfguard.verdict import EVEN_CHANCE, Verdict
+
+if TYPE_CHECKING:
+    from perfguard.guard import Guard
 
 
 @dataclass(slots=True)
@@ -62,11 +68,9 @@ class Rejections:
         self._known[key] = known
         return known
 
-    def forget(self, rejection: Rejection) -> None:
-        """Remove a rejection that another verdict has replaced, under all its keys."""
-        for key, known in list(self._known.items()):  # a copy: other threads add meanwhile
-            if known is rejection:
-                self._known.pop(key, None)
+    def forget(self, key: Hashable) -> None:
+        """Remove what is known of ``key``, which fits now."""
+        self._known.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything: the trials run something else now."""
@@ -76,3 +80,62 @@ class Rejections:
     def any_repeated(self) -> bool:
         """Whether a configuration was rejected more than once."""
         return any(rejection.num_proposed > 1 for rejection in list(self._known.values()))
+
+
+@dataclass(slots=True)
+class Search:
+    """The proposals of a study since its last launch."""
+
+    patience: int = 30
+    """Rejections in a row after which a search that finds nothing sure launches what more likely fits than not."""
+    most_rejected: int = 300
+    """Rejections in a row after which nothing is to be found."""
+    num_launched: int = 0
+    num_rejected: int = 0
+    """Proposals in a row that do not fit."""
+    least_doubtful: float = 1.0
+    """Their least chance of breaking a limit."""
+    last: Verdict | None = None
+    """Verdict on the last of them."""
+    has_warned: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether so much was rejected that there is nothing to be found."""
+        return self.num_rejected >= self.most_rejected
+
+    def threshold(self, guard: Guard) -> float | None:
+        """Return the chance of breaking a limit to accept next. None: what the guard's risk has left."""
+        is_patient = self.num_rejected >= self.patience and self.least_doubtful <= guard.patient_threshold
+        return guard.patient_threshold if is_patient else None
+
+    def count(self, verdict: Verdict, guard: Guard) -> None:
+        """Count a proposal. A launch that is not sure to fit is warned of once."""
+        if verdict.action == "prune":
+            self.num_rejected, self.last = self.num_rejected + 1, verdict
+            self.least_doubtful = min(self.least_doubtful, verdict.p_violation)
+            return
+        if self.num_rejected >= self.patience and verdict.p_violation > guard.risk:
+            guard.warn_once(
+                BudgetWarning,
+                f"No proposal is certain to fit ({self.num_rejected} in a row), so PerfGuard launches a trial that more "
+                "likely fits than not (shown once). More trials may break a budget than `risk` says. Raise one of the two.",
+                about="patience",
+            )
+        self.num_launched, self.num_rejected, self.least_doubtful = self.num_launched + 1, 0, 1.0
+
+    def warn_that_nothing_fits(self) -> None:
+        """Warn once that the search finds nothing, and how to fix it. Without a proposal there is no warning."""
+        if self.last is None or self.has_warned:
+            return
+        self.has_warned = True
+        what, verb, remedy = "fits", "would", ""
+        if self.last.p_violation <= EVEN_CHANCE:
+            more_risk = math.ceil(10 * self.last.p_violation) / 10
+            what, verb, remedy = "is sure to fit", "may", f", accept more risk (risk={more_risk:g})"
+        warn_user(
+            f"Nothing {what}: {self.num_rejected} proposals in a row {verb} break a budget, the last of them {self.last.reason}. "
+            f"The study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, "
+            "or allow repairs (on_violation='repair').",
+            NothingFeasibleWarning,
+        )

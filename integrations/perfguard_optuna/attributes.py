@@ -25,12 +25,11 @@ import optuna
 from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard.record import QUANTITIES, TrialRecord, column, columns_of, measured_by, verdict_from
+from perfguard.record import QUANTITIES, TrialRecord, column, columns_of, verdict_from
 from perfguard.verdict import Verdict
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.measure import Measurement
 
 AnyTrial = FrozenTrial | optuna.Trial
 PREFIX = "perfguard:"
@@ -42,12 +41,6 @@ def attributes_of(verdict: Verdict, device: Device) -> dict[str, Any]:
     # By which factor an interval was widened matters to learning alone, which reads the log.
     shown = {name: value for name, value in columns_of(verdict).items() if not name.endswith("_widening")}
     return {**shown, **where, "reason": verdict.reason}
-
-
-def measured_attributes_of(measurement: Measurement, verdict: Verdict) -> dict[str, Any]:
-    """Return what is written into a trial for its measurement."""
-    measured = measured_by(measurement, verdict.predicted)
-    return {column(quantity, "measured"): value for quantity, value in measured.items()}
 
 
 def write(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.study import StudyDirection
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
@@ -24,7 +25,7 @@ class SelfDescribed(CaptureError):
     """The objective describes its step by itself, so what it says counts."""
 
 
-class ObjectiveBuild:
+class ObjectiveBuild(DryRuns):
     """``build(params)``, by dry runs of an objective in other processes.
 
     Args:
@@ -36,15 +37,7 @@ class ObjectiveBuild:
     captures = True
 
     def __init__(self, objective: Objective, device: Device, directions: Sequence[StudyDirection]) -> None:
-        self._runs = DryRuns(functools.partial(_play, objective, tuple(directions)), device)
-
-    def start(self) -> None:
-        """Fork the process that dry-runs, before the first trial."""
-        self._runs.start()
-
-    def close(self) -> None:
-        """End that process."""
-        self._runs.close()
+        super().__init__(functools.partial(_play, objective, tuple(directions)), device)
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``.
@@ -55,10 +48,7 @@ class ObjectiveBuild:
             TooLargeError: if a tensor of it does not fit into any memory.
         """
 
-        def answer(method: str, name: str, args: Any, kwargs: Any) -> Answer:
-            return _answer(method, name, params[name], args, kwargs)
-
-        return self._runs.capture(answer, params)
+        return self.capture(lambda name, distribution: _answer(name, params[name], distribution), params)
 
     def ask(self, trial: optuna.Trial) -> CapturedTrial:
         """Return what ``trial`` would run. It gets all parameters that the objective suggests.
@@ -67,20 +57,17 @@ class ObjectiveBuild:
             CaptureError, TooLargeError: as when called.
         """
 
-        def answer(method: str, name: str, args: Any, kwargs: Any) -> Answer:
-            return _answer(method, name, getattr(trial, method)(name, *args, **kwargs), args, kwargs)
-
         _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
-        return self._runs.capture(answer)
+        return self.capture(lambda name, distribution: _answer(name, trial._suggest(name, distribution), distribution))
 
 
-def _answer(method: str, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer:
+def _answer(name: str, value: Any, distribution: BaseDistribution) -> Answer:
     """The value of a parameter; of one that is continuous, another one too, between the ends of its range."""
-    if method != "suggest_float" or kwargs.get("step") is not None:
+    if not isinstance(distribution, FloatDistribution) or distribution.step is not None:
         return Answer(name, value)
-    low, high = args
+    low, high = distribution.low, distribution.high
     share = 0.4 if value > (low + high) / 2 else 0.6
-    if kwargs.get("log"):
+    if distribution.log:
         return Answer(name, value, math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
     return Answer(name, value, low + share * (high - low))
 
@@ -100,19 +87,11 @@ class DryTrial(optuna.Trial):
         super().__init__(study, study._storage.create_new_trial(study._study_id))
         self._ask = ask
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        return float(self._suggested("suggest_float", name, low, high, step=step, log=log))
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        return int(self._suggested("suggest_int", name, low, high, step=step, log=log))
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._suggested("suggest_categorical", name, choices)
-
-    def _suggested(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
+        """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
         known = self._cached_frozen_trial.params
         if name not in known:
-            known[name] = self._ask(method, name, args, kwargs)
+            known[name] = self._ask(name, distribution)
         return known[name]
 
 

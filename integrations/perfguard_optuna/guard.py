@@ -22,10 +22,8 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import (
-    BudgetWarning,
     ConfigurationError,
     MeasurementWarning,
-    NothingFeasibleWarning,
     TooLargeError,
     UnguardedTrialError,
     UnguardedTrialWarning,
@@ -33,9 +31,10 @@ from perfguard.exceptions import (
 )
 from perfguard.guard import Guard, as_workload
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
-from perfguard.rejections import Rejection
+from perfguard.record import column, measured_by
+from perfguard.rejections import Rejection, Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
+from perfguard.verdict import Decision, Verdict
 from perfguard.workload import (
     AnyBuild,
     AnyWorkload,
@@ -54,7 +53,6 @@ from perfguard_optuna.attributes import (
     constraint_names,
     constraints_of,
     has_verdict,
-    measured_attributes_of,
     write,
 )
 from perfguard_optuna.capture import refuse_dry_trial
@@ -67,15 +65,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
     from perfguard.log import MeasurementStore
-
-TrialKey = tuple[str, int, datetime.datetime | None]
-
-
-_NEVER_ASKED = (
-    "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner nowhere else. "
-    "Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
-    "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
-)
 
 
 class OptunaGuard:
@@ -127,7 +116,7 @@ class OptunaGuard:
         self.within_timeout = within_timeout
         self.deadline: float | None = None
         """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
-        self._trials: dict[TrialKey, _Trial] = {}
+        self._trials: dict[tuple[str, int, datetime.datetime | None], _Trial] = {}
         self._running: dict[int, _Trial] = {}
         """The trial that each thread runs."""
         self._searches: dict[str, Search] = {}
@@ -306,7 +295,7 @@ class OptunaGuard:
                 trial=trial.number,
                 params=params.given,
                 time_left_s=self._time_left_s(),
-                threshold=self.threshold(study),
+                threshold=self.search_of(study).threshold(self.guard),
             )
         except UnguardedTrialError as error:
             self._write_unjudged(study, trial, str(error))
@@ -318,18 +307,7 @@ class OptunaGuard:
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
         known, verdict = self._trial(study, trial), decision.verdict
         known.decision, known.params, known.error, known.missing = decision, used, None, ()
-        search = self.search_of(study)
-        if verdict.action == "prune":
-            search.count_rejected(verdict)
-        else:
-            if search.num_rejected >= search.patience and verdict.p_violation > self.guard.risk:
-                self.guard.warn_once(
-                    BudgetWarning,
-                    f"No proposal is certain to fit ({search.num_rejected} in a row), so PerfGuard launches a trial that more "
-                    "likely fits than not (shown once). More trials may break a budget than `risk` says. Raise one of the two.",
-                    about="patience",
-                )
-            search.count_launched()
+        self.search_of(study).count(verdict, self.guard)
         attributes = attributes_of(verdict, self.device) | {"decision_id": decision.id}
         self._write(study, trial, attributes, lambda: self.constraints_of(study, verdict))
         return decision
@@ -339,15 +317,6 @@ class OptunaGuard:
         if anew or study.study_name not in self._searches:
             self._searches[study.study_name] = Search()
         return self._searches[study.study_name]
-
-    def threshold(self, study: optuna.Study) -> float | None:
-        """Return the chance of breaking a limit to accept in ``study``. None: what the guard's risk has left.
-
-        A search may find nothing sure for a while, but something that is more likely to fit than not. Otherwise a machine whose
-        times scatter would end a study that has trials to run.
-        """
-        search, patient = self.search_of(study), self.guard.patient_threshold
-        return patient if search.num_rejected >= search.patience and search.least_doubtful <= patient else None
 
     def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
         """Remember that ``params`` do not fit, or forget it where they do now.
@@ -362,8 +331,8 @@ class OptunaGuard:
         if verdict.action == "prune":
             self._rejected_by.add(names)
             rejections.add(key, verdict, num_ended=self.guard.num_ended)
-        elif (known := rejections.get(key)) is not None:
-            rejections.forget(known)
+        else:
+            rejections.forget(key)
 
     def recall(
         self, study: optuna.Study, params: Mapping[str, Any], build: AnyBuild, *, drawn: Collection[str] | None = None
@@ -375,7 +344,7 @@ class OptunaGuard:
         if build != self._remembers:
             self.guard.rejections.clear()
             self._rejected_by, self._remembers = set(), build
-        accepted = self.threshold(study) or self.guard.threshold
+        accepted = self.search_of(study).threshold(self.guard) or self.guard.threshold
         for names in list(self._rejected_by):  # other threads add to it
             if params.keys() >= set(names) and (drawn is None or not set(names).isdisjoint(drawn)):
                 key = _rejection_key(study, names, params)
@@ -396,14 +365,15 @@ class OptunaGuard:
 
     def _time_left_s(self) -> float | None:
         """Remaining time of the study; None: it has no time limit."""
-        if self.within_timeout and self.deadline is None:
+        if not self.within_timeout:
+            return None
+        if self.deadline is None:
             self.guard.warn_once(
                 UnguardedTrialWarning,
                 "within_timeout=True has no effect, because the study has no timeout. Give optimize(timeout=...) of a study from "
                 "perfguard_optuna.create_study, or leave it out.",
                 about="within_timeout",
             )
-        if not self.within_timeout or self.deadline is None:
             return None
         return max(0.0, self.deadline - time.monotonic())
 
@@ -437,7 +407,7 @@ class OptunaGuard:
         if known.error is not None:
             self.decide(study, trial, WatchedParams(trial.params), _raiser(known.error), is_read=False)
         else:
-            self._unguarded(self.why_unjudged(study, trial, build), study, trial)
+            self._unguarded(study, trial, self.why_unjudged(study, trial, build))
 
     def report_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
         """Report a trial that ends in ``state`` and was never judged. The arguments are those of a sampler's ``after_trial``.
@@ -453,7 +423,12 @@ class OptunaGuard:
         elif self.build is None or known.missing or known.error is not None:
             self.report_unjudged(study, trial, self.build)
         else:
-            self._unguarded(_NEVER_ASKED, study, trial)
+            never_asked = (
+                "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner "
+                "nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work "
+                "with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+            )
+            self._unguarded(study, trial, never_asked)
 
     def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
         """Report an earlier trial of this process that completed in silence: nothing of PerfGuard heard of it.
@@ -461,13 +436,9 @@ class OptunaGuard:
         Raises:
             UnguardedTrialError: if the guard is strict.
         """
-        trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
-        found = next((trial for trial in trials if trial.number == number), None)
-        if found is None or found.state != TrialState.COMPLETE or has_verdict(found):
-            return
-        known = self._trial(study, found)
-        if known.decision is None and not known.is_over:  # else the storage could not be written to
-            self._unguarded(_NEVER_ASKED)
+        ended = _trial_of(study, study_name, number)
+        if ended is not None and ended.state == TrialState.COMPLETE:
+            self.report_ended(study, ended, ended.state)
 
     def why_unjudged(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None) -> str:
         """Return why ``trial`` has no verdict, and what to do."""
@@ -481,9 +452,8 @@ class OptunaGuard:
             )
         return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
 
-    def _unguarded(self, why: str, study: optuna.Study | None = None, trial: AnyTrial | None = None) -> None:
-        if study is not None and trial is not None:
-            self._write_unjudged(study, trial, why)
+    def _unguarded(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+        self._write_unjudged(study, trial, why)
         if self.guard.strict:
             raise UnguardedTrialError(why)
         self.guard.warn_once(UnguardedTrialWarning, f"A trial runs unguarded. {why}", about="unjudged")
@@ -540,8 +510,7 @@ class OptunaGuard:
         known = self._running.pop(threading.get_ident(), None)
         if known is None or known.run is None:
             return
-        trials = study.get_trials(deepcopy=False) if known.study_name == study.study_name else []
-        ended = next((trial for trial in trials if trial.number == known.trial.number), None)
+        ended = _trial_of(study, known.study_name, known.trial.number)
         status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
         note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
         note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
@@ -568,7 +537,8 @@ class OptunaGuard:
         if elsewhere := self.guard.why_not_measured(measurement):
             attributes["not_measured"] = elsewhere
         else:
-            attributes |= measured_attributes_of(measurement, decision.verdict)
+            measured = measured_by(measurement, decision.verdict.predicted)
+            attributes |= {column(quantity, "measured"): value for quantity, value in measured.items()}
             if measurement.status == "oom":
                 limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
                 needed = measurement.peak_memory_bytes
@@ -629,55 +599,6 @@ class _Trial:
     repair_was_read: bool = False
     real_step: RealStep | None = None
     """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
-
-
-@dataclass(slots=True)
-class Search:
-    """Proposals of a study since its last launch."""
-
-    patience: int = 30
-    """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
-    most_rejected: int = 300
-    """Rejections in a row after which nothing is to be found."""
-    num_rejected: int = 0
-    """Proposals in a row that do not fit."""
-    least_doubtful: float = 1.0
-    """Their least chance of breaking a limit."""
-    last: Verdict | None = None
-    """Verdict on the last of them."""
-    has_warned: bool = False
-    has_launched: bool = False
-    """Whether it ever found something to launch."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether so much was rejected that there is nothing to be found."""
-        return self.num_rejected >= self.most_rejected
-
-    def count_rejected(self, verdict: Verdict) -> None:
-        """Count a proposal that does not fit."""
-        self.num_rejected, self.last = self.num_rejected + 1, verdict
-        self.least_doubtful = min(self.least_doubtful, verdict.p_violation)
-
-    def count_launched(self) -> None:
-        """Begin to count anew."""
-        self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
-
-    def warn_that_nothing_fits(self) -> None:
-        """Warn once that the search finds nothing, and how to fix it. Without a proposal there is no warning."""
-        if self.last is None or self.has_warned:
-            return
-        self.has_warned = True
-        what, verb, remedy = "fits", "would", ""
-        if self.last.p_violation <= EVEN_CHANCE:
-            more_risk = math.ceil(10 * self.last.p_violation) / 10
-            what, verb, remedy = "is sure to fit", "may", f", accept more risk (risk={more_risk:g})"
-        warn_user(
-            f"Nothing {what}: {self.num_rejected} proposals in a row {verb} break a budget, the last of them {self.last.reason}. "
-            f"The study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, "
-            "or allow repairs (on_violation='repair').",
-            NothingFeasibleWarning,
-        )
 
 
 class GuardedRun:
@@ -748,6 +669,12 @@ def prune_if_out_of_memory(error: BaseException | None) -> None:
     quotes_others = isinstance(error, (UnguardedTrialError, optuna.TrialPruned))
     if isinstance(error, Exception) and not quotes_others and status_of(error) == "oom":
         raise optuna.TrialPruned(f"ran out of memory: {error}") from error
+
+
+def _trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
+    """The trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
+    trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
+    return next((trial for trial in trials if trial.number == number), None)
 
 
 def _free_memory() -> None:

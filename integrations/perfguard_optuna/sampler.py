@@ -70,35 +70,13 @@ class PerfGuardSampler(BaseSampler):
             raise ConfigurationError(
                 f"max_proposals and max_seconds must be positive, but got {max_proposals} and {max_seconds}."
             )
-        self._set_up(inner, guard, None, max_proposals, max_seconds, judges=True)
-
-    @classmethod
-    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: AnyBuild) -> PerfGuardSampler:
-        """Return a sampler that draws again only while ``inner`` repeats a rejected proposal.
-
-        A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
-        """
-        sampler = cls.__new__(cls)
-        sampler._set_up(inner, guard, build, max_proposals=300, max_seconds=20.0, judges=False)
-        return sampler
-
-    def _set_up(
-        self,
-        inner: BaseSampler,
-        guard: OptunaGuard,
-        build: AnyBuild | None,
-        max_proposals: int,
-        max_seconds: float,
-        *,
-        judges: bool,
-    ) -> None:
         self.inner = inner
         self.guard = guard
-        self._given_build = build
+        self.judges = True
+        """Whether new proposals are judged before they become trials."""
+        self._given_build: AnyBuild | None = None
         self._max_proposals = max_proposals
         self._max_seconds = max_seconds
-        self.judges = judges
-        """Whether new proposals are judged before they become trials."""
         # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so a study can be repeated.
         random = RandomSampler(seed=0)
         self._random: BaseSampler = random
@@ -109,6 +87,16 @@ class PerfGuardSampler(BaseSampler):
         self._ticks_off = isinstance(base, (GridSampler, BruteForceSampler))
         """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
         self._is_gp = isinstance(base, GPSampler)
+
+    @classmethod
+    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: AnyBuild) -> PerfGuardSampler:
+        """Return a sampler that draws again only while ``inner`` repeats a rejected proposal.
+
+        A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
+        """
+        sampler = cls(inner, guard, max_proposals=300)
+        sampler.judges, sampler._given_build = False, build
+        return sampler
 
     @property
     def _build(self) -> AnyBuild | None:
@@ -185,22 +173,22 @@ class PerfGuardSampler(BaseSampler):
             num_repeats = 0 if proposal.rejection is None or self._ticks_off else num_repeats + 1
             if num_repeats == 0:
                 self._reject(study, trial, proposal, verdict)
-            search.count_rejected(verdict)
+            search.count(verdict, self.guard.guard)
             num_rejected += 1
             badness = verdict.p_violation, max(verdict.margins.values(), default=0.0)
             least_bad = min(least_bad, (badness, proposal.drawn), key=lambda known: known[0])
-            patient = self.guard.threshold(study)
+            patient = search.threshold(self.guard.guard)
             if patient is not None and least_bad[0][0] <= patient:  # it is launched now
                 return least_bad[1]
             is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
             if is_stopping or search.is_over:
-                if not is_stopping or not search.has_launched:
+                if not is_stopping or not search.num_launched:
                     search.warn_that_nothing_fits()
                 if study._thread_local.in_optimize_loop:
                     study.stop()
                 return least_bad[1]
             is_asked_for = "fixed_params" in trial.system_attrs  # an enqueued point, which is no evidence about the space
-            if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.has_launched or is_asked_for)):
+            if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.num_launched or is_asked_for)):
                 return least_bad[1]
 
     def _rejection_of(self, study: optuna.Study, proposal: _Proposal) -> Verdict | None:
@@ -208,7 +196,8 @@ class PerfGuardSampler(BaseSampler):
         if not self.judges or proposal.workload is None or proposal.is_fixed:
             return None
         try:
-            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name, threshold=self.guard.threshold(study))
+            threshold = self.guard.search_of(study).threshold(self.guard.guard)
+            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name, threshold=threshold)
         except Exception:  # the guard warns when it decides on the trial
             return None
         return verdict if verdict.action == "prune" else None

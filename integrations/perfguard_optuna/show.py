@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,12 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
+from tqdm.contrib.logging import tqdm_logging_redirect
 
 from perfguard import plots, summary
 from perfguard.budget import Quantity
-from perfguard.exceptions import ConfigurationError, TrackingWarning, warn_user
+from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import format_seconds
 from perfguard.report import Report, tables_in
 from perfguard.summary import TRIAL_HEADING, Summary, trial_line
@@ -106,85 +105,39 @@ class TrialPrinter:
         self._print(trial_line(record, values), style=style)
 
     def _print(self, line: str, style: str) -> None:
-        """Print a line; while Rich shows a progress line, through the stream that puts it above that one."""
-        streams = [one for one in (sys.stdout, sys.stderr) if getattr(one, "rich_proxied_file", None) is self._console.file]
-        if not streams:
+        with tqdm.external_write_mode(file=self._console.file):  # a progress line stays below
             self._console.print(line, style=style, highlight=False, markup=False)
-            return
-        with self._console.capture() as text:
-            self._console.print(line, style=style, highlight=False, markup=False)
-        streams[0].write(text.get())
-
-
-class _ProgressLine:
-    """A study callback that counts finished trials in one line. Its failures stop no study."""
-
-    def __init__(self, progress: Progress, n_trials: int | None, *, counts_pruned: bool) -> None:
-        self._progress = progress
-        self._counts_pruned = counts_pruned
-        self._lock = threading.Lock()
-        self._num_done = self._num_launched = self._num_pruned = self._num_over = 0
-        self._saved_s = 0.0
-        self._task = progress.add_task(self._text, total=n_trials)
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Count a trial that has just ended, and what was rejected in the search for it."""
-        with _study_goes_on():
-            records = [record_of(ended) for ended in (*_proposals_for(study, trial), trial)]
-            with self._lock:
-                for record in records:
-                    self._num_pruned += record.is_pruned
-                    self._num_launched += not record.is_pruned
-                    self._num_over += record.violates and not record.is_pruned
-                    self._saved_s += record.saved_s or 0.0
-                self._num_done += self._counts_pruned or not records[-1].is_pruned
-                self._progress.update(self._task, completed=self._num_done, description=self._text)
-
-    @property
-    def _text(self) -> str:
-        saved = f" · {format_seconds(self._saved_s)} saved" if self._saved_s else ""
-        return f"{self._num_launched} launched · {self._num_pruned} pruned · {self._num_over} over budget{saved}"
 
 
 @contextmanager
-def progress_line(console: Console, n_trials: int | None, *, counts_pruned: bool) -> Iterator[_ProgressLine]:
-    """Show a progress line while the block runs. What is logged or printed meanwhile appears above it.
+def progress_line(n_trials: int | None, *, counts_pruned: bool) -> Iterator[Callable[[optuna.Study, FrozenTrial], None]]:
+    """Show a progress line while the block runs, and yield the study callback that counts trials in it.
+
+    What Optuna logs meanwhile appears above the line.
 
     Args:
-        console: a terminal.
         n_trials: the number of trials to launch. None: unknown.
         counts_pruned: whether ``n_trials`` counts pruned trials, too.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
-    line = _ProgressLine(progress, n_trials, counts_pruned=counts_pruned)
-    # Optuna's log goes through Rich's standard error: its handler holds the one that there was when it was made.
-    streams = [one for one in logging.getLogger("optuna").handlers if isinstance(one, logging.StreamHandler)]
-    streams = [one for one in streams if one.stream is sys.__stderr__]
-    with _study_goes_on():
-        progress.start()
-    try:
-        for handler in streams:
-            handler.setStream(sys.stderr)
-        yield line
-    finally:
-        for handler in streams:
-            handler.setStream(sys.__stderr__)
-        with _study_goes_on():
-            progress.stop()
+    num_launched = num_pruned = num_over = 0
+    saved_s = 0.0
+    log = logging.getLogger("optuna")
 
+    def count(study: optuna.Study, trial: FrozenTrial) -> None:
+        nonlocal num_launched, num_pruned, num_over, saved_s
+        records = [record_of(ended) for ended in (*_proposals_for(study, trial), trial)]
+        with tqdm.get_lock():
+            for record in records:
+                num_pruned += record.is_pruned
+                num_launched += not record.is_pruned
+                num_over += record.violates and not record.is_pruned
+                saved_s += record.saved_s or 0.0
+            saved = f" · {format_seconds(saved_s)} saved" if saved_s else ""
+            line.set_description_str(f"{num_launched} launched · {num_pruned} pruned · {num_over} over budget{saved}")
+            line.update(counts_pruned or not records[-1].is_pruned)
 
-@contextmanager
-def _study_goes_on() -> Iterator[None]:
-    """Warn of an error of the progress line, for instance where the terminal is gone, and go on."""
-    try:
-        yield
-    except Exception as error:
-        warn_user(
-            "The progress line failed, so its counts may be too small. The study goes on, and perfguard_optuna.summarize(study) "
-            f"has the right counts. The cause is a {type(error).__name__}: {error}",
-            TrackingWarning,
-        )
+    with tqdm_logging_redirect(total=n_trials, unit="trial", loggers=[log] if log.handlers else []) as line:
+        yield count
 
 
 def read_report(source: Any, study: str | None) -> Report | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
@@ -31,6 +30,8 @@ from perfguard_optuna.show import progress_line
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+
+P = ParamSpec("P")
 
 
 class GuardedStudy(optuna.Study):
@@ -71,7 +72,7 @@ class GuardedStudy(optuna.Study):
         callbacks = list(callbacks or ())
         if not isinstance(self.pruner, PerfGuardPruner):
             if pruner is None:  # else another was asked for
-                callbacks.append(_UnguardedCallback())
+                callbacks.append(_warner_of_no_pruner())
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
@@ -81,7 +82,7 @@ class GuardedStudy(optuna.Study):
         objective.begin(self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
-            with progress_line(console, n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
+            with progress_line(n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
                 callbacks = callbacks if line is None else [line, *callbacks]
                 common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and console.is_jupyter)
                 super().optimize(objective, n_trials, timeout, *common)
@@ -91,7 +92,7 @@ class GuardedStudy(optuna.Study):
                     if left_s is not None and left_s <= 0:
                         break
                     super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
-            if self._stop_flag and not search.has_launched and not isinstance(sampler, PerfGuardSampler):
+            if self._stop_flag and not search.num_launched and not isinstance(sampler, PerfGuardSampler):
                 search.warn_that_nothing_fits()  # the sampler has come to the end of its space
         finally:
             objective.end()
@@ -99,21 +100,18 @@ class GuardedStudy(optuna.Study):
             self.sampler = sampler
 
 
-class _UnguardedCallback:
-    """Warns once of a trial of a GuardedStudy without a PerfGuardPruner that nobody has judged."""
+def _warner_of_no_pruner() -> Callable[[optuna.Study, FrozenTrial], None]:
+    """Return a study callback that warns of the first trial that nobody has judged."""
 
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        if self._has_warned or has_verdict(trial) or trial.state != TrialState.COMPLETE:
-            return
-        self._has_warned = True
+    @functools.cache
+    def warn() -> None:
         warn_user(
             "A GuardedStudy runs without a PerfGuardPruner, so its trials are unguarded. Give it to optimize: "
             'pruner=PerfGuardPruner(gpu="auto", build=build).',
             UnguardedTrialWarning,
         )
+
+    return lambda _, trial: None if has_verdict(trial) or trial.state != TrialState.COMPLETE else warn()
 
 
 class GuardedObjective:
@@ -249,18 +247,9 @@ class _GuardedTrial(optuna.Trial):
         guarded._guard, guarded._build = guard, build
         return guarded
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        value = super().suggest_float(name, low, high, step=step, log=log)
-        self._guard.begin(self.study, self, self._build, final=False)
-        return value
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        value = super().suggest_int(name, low, high, step=step, log=log)
-        self._guard.begin(self.study, self, self._build, final=False)
-        return value
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        value = super().suggest_categorical(name, choices)
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
+        """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
+        value = super()._suggest(name, distribution)
         self._guard.begin(self.study, self, self._build, final=False)
         return value
 
@@ -281,42 +270,20 @@ def repair_of(trial: optuna.Trial) -> Repair:
         >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
         >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
     """
-    guard = getattr(trial.study.pruner, "guard", None)
+    guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 
-def create_study(
-    *,
-    storage: str | BaseStorage | None = None,
-    sampler: BaseSampler | None = None,
-    pruner: BasePruner | None = None,
-    study_name: str | None = None,
-    direction: Literal["minimize", "maximize"] | StudyDirection | None = None,
-    load_if_exists: bool = False,
-    directions: Sequence[Literal["minimize", "maximize"] | StudyDirection] | None = None,
-) -> GuardedStudy:
-    """``optuna.create_study``, but of a :class:`GuardedStudy`. The arguments are the same."""
-    storage = optuna.storages.get_storage(storage)
-    study = optuna.create_study(
-        storage=storage,
-        sampler=sampler,
-        pruner=pruner,
-        study_name=study_name,
-        direction=direction,
-        load_if_exists=load_if_exists,
-        directions=directions,
-    )
-    return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
+def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStudy]:
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> GuardedStudy:
+        study = make(*args, **kwargs)
+        return GuardedStudy(study.study_name, study._storage, study.sampler, study.pruner)
+
+    made.__signature__ = inspect.signature(make).replace(return_annotation="GuardedStudy")  # type: ignore[attr-defined]
+    made.__doc__ = f"``optuna.{make.__name__}``, but of a :class:`GuardedStudy`. The arguments are the same."
+    return made
 
 
-def load_study(
-    *,
-    study_name: str | None,
-    storage: str | BaseStorage,
-    sampler: BaseSampler | None = None,
-    pruner: BasePruner | None = None,
-) -> GuardedStudy:
-    """``optuna.load_study``, but of a :class:`GuardedStudy`. The arguments are the same."""
-    storage = optuna.storages.get_storage(storage)
-    study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
-    return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
+create_study = _of_guarded_study(optuna.create_study)
+load_study = _of_guarded_study(optuna.load_study)

@@ -189,11 +189,7 @@ def _session() -> Any:
 class PerfGuardCallback(Callback):
     """Logs the cost of each trial beside its prediction, so that the guard learns from it. Works with any scheduler.
 
-    Three lines that a Tune user adds::
-
-        search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build, time_budget="2h")
-        Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
-        with perfguard_ray.measure():  # in the training function, around its body
+    :class:`PerfGuardSearcher` has an example of both.
 
     - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound.
     - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as ``timeout``. This
@@ -233,7 +229,8 @@ class PerfGuardCallback(Callback):
         report = _report_in(result)
         entry.report = report or entry.report
         # A function that returns sends no such result. Of a class that says itself that it is done, this cannot be known.
-        entry.cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
+        is_cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
+        entry.end = "ok", CUT_SHORT if is_cut_short else ""
         not_measured = self.ledger.why_not_measured(entry)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:
@@ -248,12 +245,12 @@ class PerfGuardCallback(Callback):
         result.update(fields)  # for the loggers that stand after this callback
         guard = self.ledger.guard
         if not not_measured and breaks_budget(entry, guard.budget.longest_trial_s, guard.risk):
-            entry.stopped = True
+            entry.end = "timeout", "stopped by its pace"
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self._finish(trial)
+        self.ledger.finish(trial.trial_id)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         error = _error_of(trial)
@@ -265,16 +262,11 @@ class PerfGuardCallback(Callback):
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         """Trials that a stopper of the whole experiment has ended. Tune does not notify callbacks of them in another way."""
-        if not self.ledger.entries:
-            return
-        for trial in trials:
+        for trial in trials if self.ledger.entries else ():
             entry = self.ledger.entries.get(trial.trial_id)
             if entry is not None and trial.status == Trial.TERMINATED:
                 note = f"{CUT_SHORT}: stopped with the experiment"
-                if entry.report:
-                    self._finish(trial, note)
-                else:
-                    self.ledger.finish(trial.trial_id, "interrupted", note=note)
+                self.ledger.finish(trial.trial_id, None if entry.report else "interrupted", note=note)
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
         """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""
@@ -282,12 +274,6 @@ class PerfGuardCallback(Callback):
             self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
         if self.ledger.verbose >= 1:
             Console().print(summarize(self))
-
-    def _finish(self, trial: Trial, note: str = "") -> None:
-        entry = self.ledger.entries.get(trial.trial_id)
-        stopped = entry is not None and entry.stopped
-        note = CUT_SHORT if entry is not None and entry.cut_short else note
-        self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
 
 
 def read_report(source: Any, study: str | None) -> Report | None:

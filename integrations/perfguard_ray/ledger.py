@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from perfguard.exceptions import ConfigurationError, MeasurementWarning, Unguard
 from perfguard.guard import Guard
 from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
+from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import Decision, Verdict
+from perfguard.verdict import Decision
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload
 
 if TYPE_CHECKING:
@@ -56,10 +57,8 @@ class Entry:
     earlier_time_s: float = 0.0
     """Measured in starts before the latest, where the trial goes on from what they reached."""
     earlier_steps: int = 0
-    stopped: bool = False
-    """Whether it was stopped because its measured pace broke the time budget."""
-    cut_short: bool = False
-    """Whether the scheduler stopped it."""
+    end: tuple[Status, str] = ("ok", "")
+    """Status and note, if the trial ends now."""
 
     @property
     def rejected(self) -> bool:
@@ -92,32 +91,27 @@ class Entry:
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
-    The guard's memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Whatever
-    fails in here is warned about once; the trial runs unguarded, and is counted.
+    The guard's memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Where the
+    guard fails, it warns once; the trial runs unguarded, and is counted.
 
     Args:
         guard: decides, and learns from what the trials cost.
         build: ``build(config) -> Workload``.
         study: the name of the run in the measurement log.
-        patience: rejections in a row after which the search accepts a higher chance of breaking a limit, if that launches
-            something. The default is that of Optuna's plugin.
     """
 
-    def __init__(self, guard: Guard, build: AnyBuild, study: str, *, patience: int = 30) -> None:
+    def __init__(self, guard: Guard, build: AnyBuild, study: str) -> None:
         if not callable(build):
             raise ConfigurationError(f"build must be a function of the trial's configuration, but got {build!r}.")
         self.guard = guard
         self.build = build
         self.study = study
-        self.patience = patience
+        self.search = Search()
         self.begun_at = time.time()
         self.entries: dict[str, Entry] = {}
         self.changes: dict[str, Entry] = {}
         """Configurations of trials from their next start on. A scheduler has changed them, and the guard has accepted the
         change."""
-        self.num_launched = 0
-        self.num_in_vain = 0
-        """Rejections since the latest launch."""
         self.num_repeated = 0
         """Proposals that were rejected from memory."""
         self.num_ended = 0
@@ -126,10 +120,6 @@ class Ledger:
         """Ids of the decisions in the log that a second look has taken the place of."""
         self.verbose = 0
         """``RunConfig(verbose=...)``; from 1 on each configuration that is rejected has a line on the console."""
-        self._least_doubtful = 1.0
-        """Least chance of breaking a limit among the rejections since the latest launch."""
-        self._keys: dict[str, Hashable] = {}
-        """The keys of the configurations that were rejected, by their hashes: a repetition is neither built nor traced."""
 
     def judge(
         self,
@@ -148,61 +138,31 @@ class Ledger:
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
         """
         make_workload = functools.cache(functools.partial(self.workload, config))  # it is built once
+        decide = functools.partial(
+            self.guard.decide, make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id
+        )
         if runs_anyway:
-            return _entry(self._decide(make_workload, config, trial, trial_id), config)
-        patient = self.num_in_vain >= self.patience and self._least_doubtful <= self.guard.patient_threshold
-        threshold = self.guard.patient_threshold if patient else None
+            return _entry(decide(), config)
+        threshold, rejections = self.search.threshold(self.guard), self.guard.rejections
         accepted = self.guard.threshold if threshold is None else threshold
-        digest, rejections = _hash_of(config), self.guard.rejections
-        key = self._keys.get(digest)
-        if key is None and self._keys:  # it may have the workload of a configuration that was rejected
-            key = self._trace_key(digest, make_workload)
-        known = None if key is None else rejections.recall(key, num_ended=self.num_ended, accepted=accepted)
+        key = self._key_of(config, make_workload)
+        known = rejections.recall(key, num_ended=self.num_ended, accepted=accepted)
         if known is not None:
             self.num_repeated += 1
-            self._count(known.verdict)
-            self._keys[digest] = key
+            self.search.count(known.verdict, self.guard)
             return Entry(Decision("", known.verdict), config)
-        decision = self._decide(make_workload, config, trial, trial_id, threshold)
-        self._count(decision.verdict)
-        before = None if key is None else rejections.get(key)
+        decision = decide(threshold=threshold)
+        self.search.count(decision.verdict, self.guard)
+        before = rejections.get(key)
         if before is not None:
             self.superseded.add(before.decision_id)
-        if decision.verdict.action != "prune":
-            if before is not None:
-                rejections.forget(before)
-            return _entry(decision, config)
-        self._keys[digest] = key = key or self._trace_key(digest, make_workload)
-        rejections.add(key, decision.verdict, num_ended=self.num_ended, decision_id=decision.id)
-        if before is None and self.verbose >= 1:
-            print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
-        return _entry(decision, config)
-
-    def _decide(
-        self,
-        make_workload: functools._lru_cache_wrapper[AnyWorkload],
-        config: Mapping[str, Any],
-        trial: int | None,
-        trial_id: str | None,
-        threshold: float | None = None,
-    ) -> Decision:
-        try:
-            return self.guard.decide(
-                make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id, threshold=threshold
-            )
-        except UnguardedTrialError:
-            raise
-        except Exception as error:
-            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {type(error).__name__}: {error}", error)
-            return Decision("", Verdict(action="launch", unjudged=f"{type(error).__name__}: {error}"))
-
-    def _count(self, verdict: Verdict) -> None:
-        if verdict.action == "prune":
-            self.num_in_vain += 1
-            self._least_doubtful = min(self._least_doubtful, verdict.p_violation)
+        if decision.verdict.action == "prune":
+            rejections.add(key, decision.verdict, num_ended=self.num_ended, decision_id=decision.id)
+            if before is None and self.verbose >= 1:
+                print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
         else:
-            self.num_launched += 1
-            self.num_in_vain, self._least_doubtful = 0, 1.0
+            rejections.forget(key)
+        return _entry(decision, config)
 
     def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
         """Build what the trial of ``config`` would run.
@@ -218,7 +178,7 @@ class Ledger:
         made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
         return self.guard.with_steps(made, flatten_dict(dict(config)))
 
-    def _trace_key(self, digest: str, make_workload: functools._lru_cache_wrapper[AnyWorkload]) -> Hashable:
+    def _key_of(self, config: Mapping[str, Any], make_workload: Callable[[], AnyWorkload]) -> Hashable:
         """Key of a configuration in the guard's memory: everything that its verdict depends on.
 
         Two configurations with the same workload, such as two learning rates, have the same key. A workload that cannot be
@@ -230,7 +190,7 @@ class Ledger:
             if isinstance(workload, CapturedTrial):
                 traced += "".join(phase.content_hash for phase in workload.phases.values())
         except Exception:  # the verdict says why
-            return self.study, digest
+            return self.study, _hash_of(config)
         # The study is part of it, because several runs may share a guard, and each logs its own rejections.
         return self.study, traced, workload.mode, workload.steps, workload.steps_per_epoch
 
@@ -252,7 +212,7 @@ class Ledger:
         entry.restart(from_checkpoint=from_checkpoint)
 
     def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None, hidden: str) -> Entry:
-        if not self.num_launched and not self.num_in_vain:
+        if not self.search.num_launched and not self.search.num_rejected:
             self._unguarded(
                 "search",
                 "A trial runs that PerfGuard has not judged: the guarded search proposes none of this run's trials, so none "
@@ -268,11 +228,13 @@ class Ledger:
             self._unguarded("late", f"A trial runs that PerfGuard would have rejected: it {reason}. {why}")
         return entry
 
-    def finish(self, trial_id: str, status: Status, *, note: str = "") -> None:
-        """The trial is over: log what it cost and learn from it. The first call counts."""
+    def finish(self, trial_id: str, status: Status | None = None, *, note: str = "") -> None:
+        """The trial is over: log what it cost and learn from it. The first call counts. ``status`` of None: :attr:`Entry.end`."""
         entry = self.entries.pop(trial_id, None)
         if entry is None or entry.started_at is None:
             return
+        if status is None:
+            status, note = entry.end[0], entry.end[1] or note
         if not entry.report and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(
@@ -317,14 +279,14 @@ class Ledger:
         # An earlier experiment may have had the same name.
         return [one for one in records if one.created_at is None or one.created_at.timestamp() >= self.begun_at]
 
-    def _unguarded(self, topic: str, message: str, cause: Exception | None = None) -> None:
+    def _unguarded(self, topic: str, message: str) -> None:
         """Warn once that trials run without a verdict, or against it.
 
         Raises:
             UnguardedTrialError: if the guard is strict; it ends the run.
         """
         if self.guard.strict:
-            raise UnguardedTrialError(message) from cause
+            raise UnguardedTrialError(message)
         self.warn_once(topic, UnguardedTrialWarning, message)
 
     def warn_once(self, topic: str, category: type[Warning], message: str) -> None:
@@ -333,7 +295,7 @@ class Ledger:
 
     def get_state(self) -> dict[str, Any]:
         """State that must survive a restart of the driver. The guard goes with the Tuner, as it was at the start of the run."""
-        kept = ("guard", "build", "patience", "verbose")
+        kept = ("guard", "build", "verbose")
         state = {name: copy.copy(value) for name, value in self.__dict__.items() if name not in kept}
         return state | {"rejections": self.guard.rejections}
 

@@ -19,11 +19,8 @@ from perfguard_ray.ledger import Ledger, ledger_of
 def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResources:
     """A function for ``tune.with_resources``. It gives each trial the part of a GPU that its predicted memory needs.
 
-    Three lines that a Tune user adds::
-
-        search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build)
-        train = tune.with_resources(train, perfguard_ray.resources(search, cpus=2))
-        with perfguard_ray.measure():  # in the training function, around its body
+    Example:
+        >>> train = tune.with_resources(train, perfguard_ray.resources(search, cpus=2))             # doctest: +SKIP
 
     A trial stays under the requested memory with a chance of 1 - risk. Small trials share a card, and large ones get a whole
     card. Ray never assigns more than a card. Ray does not limit the memory that a trial takes, but

@@ -6,6 +6,8 @@ All of them ask one :class:`perfguard_ray.ledger.Ledger`, which judges, logs and
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard.guard import Guard
 from perfguard.workload import AnyBuild
-from perfguard_ray.ledger import REPAIR_KEY, Entry, ledger_of, make_ledger, number_of
+from perfguard_ray.ledger import REPAIR_KEY, Ledger, ledger_of, make_ledger, number_of
 
 if TYPE_CHECKING:
     from ray.tune.execution.tune_controller import TuneController
@@ -31,7 +33,22 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 
-class PerfGuardSearcher(Searcher):
+class _Guarded:
+    """The state of a guarded search, less what the search inside saves by itself, and the guard, which goes with the Tuner."""
+
+    ledger: Ledger
+    _KEPT: tuple[str, ...]
+    """The attributes that outlive a restart of the driver, beside the ledger."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {"ledger": self.ledger.get_state(), **{name: copy.copy(getattr(self, name)) for name in self._KEPT}}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.ledger.set_state(state["ledger"])
+        self.__dict__.update({name: state[name] for name in self._KEPT})
+
+
+class PerfGuardSearcher(_Guarded, Searcher):
     """Wraps a searcher. A configuration that would break a budget is logged and reported to the searcher, but never runs.
 
     Three lines that a Tune user adds::
@@ -62,6 +79,8 @@ class PerfGuardSearcher(Searcher):
     Raises:
         ConfigurationError: for invalid arguments, and for a SearchAlgorithm, which is no Searcher.
     """
+
+    _KEPT = ("_constants", "_inner_ids", "_worst", "_untold")
 
     def __init__(
         self,
@@ -115,31 +134,27 @@ class PerfGuardSearcher(Searcher):
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
         if self._is_waiting and self._inner_ids:
             return None
-        what, ledger = "", self.ledger
+        what, ledger, counted = "", self.ledger, self.ledger.search
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
-            if suggestion is None and ledger.num_in_vain and not self._inner_ids:  # it waits for a result, and nothing runs
+            if suggestion is None and counted.num_rejected and not self._inner_ids:  # it waits for a result, and nothing runs
                 self._complete_rejected({"error": True})
                 what = "waits for the results of proposals none of which fits"
                 continue
-            if suggestion == Searcher.FINISHED and ledger.num_in_vain and not ledger.num_launched:
-                return self._give_up(f"has no more proposals: none of {ledger.num_in_vain} fits")
+            if suggestion == Searcher.FINISHED and counted.num_rejected and not counted.num_launched:
+                return self._give_up(f"has no more proposals: none of {counted.num_rejected} fits")
             if suggestion is None or suggestion == Searcher.FINISHED:
                 return suggestion
-            number = ledger.num_launched + 1  # as Tune's SearchGenerator counts
+            number = counted.num_launched + 1  # as Tune's SearchGenerator counts
             entry = ledger.judge(merge_dicts(self._constants, suggestion), trial=number, trial_id=trial_id)
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
             if not entry.rejected:
-                return self._launch(trial_id, inner_id, suggestion, entry)
+                self._inner_ids[trial_id], ledger.entries[trial_id] = inner_id, entry
+                return {**suggestion, **{key: value for key, value in entry.config.items() if key == REPAIR_KEY}}
             self._turn_down(inner_id)
-            what = f"proposed {ledger.num_in_vain} configurations in a row that do not fit"
+            what = f"proposed {counted.num_rejected} configurations in a row that do not fit"
         return self._give_up(what)
-
-    def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry) -> Any:
-        self._inner_ids[trial_id] = inner_id
-        self.ledger.entries[trial_id] = entry
-        return {**suggestion, **{key: value for key, value in entry.config.items() if key == REPAIR_KEY}}
 
     def _give_up(self, what: str) -> str | None:
         if self._inner_ids:
@@ -204,16 +219,6 @@ class PerfGuardSearcher(Searcher):
         handled: bool = self.searcher.set_max_concurrency(max_concurrent)
         return handled
 
-    def get_state(self) -> dict[str, Any]:
-        """Everything but the wrapped searcher, which Tune saves by itself, and the guard, which goes with the Tuner."""
-        names = ("_constants", "_inner_ids", "_worst", "_untold")
-        return {"ledger": self.ledger.get_state(), **{name: copy.deepcopy(getattr(self, name)) for name in names}}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        self.ledger.set_state(state.pop("ledger"))
-        self.__dict__.update(state)
-
     def save(self, checkpoint_path: str) -> None:
         self.searcher.save(checkpoint_path)
 
@@ -229,14 +234,8 @@ class PerfGuardSearcher(Searcher):
         self.searcher.on_unpause(self._inner_ids.get(trial_id, trial_id))
 
 
-class PerfGuardVariantGenerator(SearchAlgorithm):
-    """Tune's own random and grid search, with a guard before each trial.
-
-    Three lines that a Tune user adds::
-
-        search = PerfGuardVariantGenerator(gpu="a100", build=build, memory_budget="38GiB")
-        Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
-        with perfguard_ray.measure():  # in the training function, around its body
+class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
+    """Tune's own random and grid search, with a guard before each trial. It is used as a :class:`PerfGuardSearcher` is.
 
     A point that does not fit is logged and replaced by another draw of its random parameters. So ``num_samples`` counts the
     trials that run. A grid point without random parameters is left out. If ``max_proposals`` draws in a row do not fit, and none
@@ -245,18 +244,16 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
 
     Args:
         generator: a BasicVariantGenerator with your settings. None: one with Tune's defaults.
-        gpu: as for :class:`perfguard.Guard`. A catalog name such as "a100", "auto" or "cpu".
-        build: ``build(config) -> Workload``. The result is what a trial with this configuration would run.
-        guard: an existing guard. It replaces ``gpu`` and ``settings``.
+        gpu, build, guard, settings: as for :class:`PerfGuardSearcher`.
         study: name of the run in the measurement log. None: the experiment's name in Tune.
         max_proposals: how many draws in a row may be rejected.
-        settings: further arguments of :class:`perfguard.Guard`, as for :class:`PerfGuardSearcher`.
 
     Raises:
         ConfigurationError: for invalid arguments.
     """
 
     CKPT_FILE_TMPL = "perfguard-variant-state-{}.pkl"
+    _KEPT = ("_spec", "_feasible", "_hopeless", "_num_left_out")
 
     def __init__(
         self,
@@ -377,16 +374,6 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
     def set_finished(self) -> None:
         self.generator.set_finished()
 
-    def get_state(self) -> dict[str, Any]:
-        """Everything but the generator, which saves itself, and the guard, which goes with the Tuner."""
-        names = ("_spec", "_feasible", "_hopeless", "_num_left_out")
-        return {"ledger": self.ledger.get_state(), **{name: getattr(self, name) for name in names}}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        self.ledger.set_state(state.pop("ledger"))
-        self.__dict__.update(state)
-
     def has_checkpoint(self, dirpath: str) -> bool:
         return bool(self.generator.has_checkpoint(dirpath))
 
@@ -405,11 +392,9 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
 class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
     """Tune's population based training, with a guard on the configurations that it changes.
 
-    Three lines that a Tune user adds::
-
-        search = PerfGuardVariantGenerator(gpu="a100", build=build, memory_budget="38GiB")
-        scheduler = PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128, 256]})
-        with perfguard_ray.measure():  # in the training function, around its body
+    Example:
+        >>> search = PerfGuardVariantGenerator(gpu="a100", build=build, memory_budget="38GiB")      # doctest: +SKIP
+        >>> PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128]})  # doctest: +SKIP
 
     A trial that takes over the state of another trial also gets its configuration, with changes that no search sees. Here a
     change that does not fit is logged, and the same configuration is changed again. If ``max_perturbations`` changes do not fit,
@@ -494,6 +479,4 @@ def _become(trial: Trial, config: dict[str, Any], resolved: dict[tuple[str, ...]
 
 
 def _value_at(nested: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        nested = nested[key]
-    return nested
+    return functools.reduce(operator.getitem, path, nested)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 import torch
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 from torch import nn
 
-from perfguard import MeasurementStore, Workload
+from perfguard import MeasurementStore
 from perfguard.measure import run
-from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
-from tests.doubles import BARE_A100, PretendedGpuProbe, ReplayPredictor
+from perfguard_optuna import PerfGuardSampler, create_study, record_of
+from tests.doubles import PretendedGpuProbe
+from tests.integrations.one_layer import COMPLETE, make_pruner
 from tests.warm import processes
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
 PROCESSES, TRIALS = 3, 4
-COMPLETE, PRUNED = TrialState.COMPLETE, TrialState.PRUNED
-
-
-def build(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
 
 
 def objective(trial: optuna.Trial) -> float:
@@ -43,18 +37,10 @@ def objective(trial: optuna.Trial) -> float:
     return float(weight.detach().mean())
 
 
-def make_pruner(log: str) -> PerfGuardPruner:
-    return PerfGuardPruner(gpu=BARE_A100, build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=log)
-
-
-def storage_at(place: str) -> BaseStorage:
-    return JournalStorage(JournalFileBackend(place)) if place.endswith(".journal") else RDBStorage(place)
-
-
 @contextmanager
 def opened(place: str) -> Iterator[BaseStorage]:
     """The storage, whose connections are closed at the end."""
-    storage = storage_at(place)
+    storage = JournalStorage(JournalFileBackend(place)) if place.endswith(".journal") else RDBStorage(place)
     yield storage
     storage.remove_session()
     if isinstance(storage, RDBStorage):
@@ -65,10 +51,11 @@ def work(storage: str, log: str, study_name: str) -> None:
     """What one process does."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     run.GpuProbe = PretendedGpuProbe  # type: ignore[assignment, attr-defined]
-    pruner = make_pruner(log)
+    pruner = make_pruner(log=log)
     sampler = PerfGuardSampler(optuna.samplers.RandomSampler(), pruner)
-    study = create_study(study_name=study_name, storage=storage_at(storage), load_if_exists=True, sampler=sampler)
-    study.optimize(objective, n_trials=TRIALS, pruner=pruner)
+    with opened(storage) as own:
+        study = create_study(study_name=study_name, storage=own, load_if_exists=True, sampler=sampler)
+        study.optimize(objective, n_trials=TRIALS, pruner=pruner)
 
 
 def run_processes(storage: str, log: str, study_names: list[str]) -> None:
@@ -96,7 +83,7 @@ def assert_each_trial_once(study: optuna.Study, log: MeasurementStore, launched:
 def test_eight_threads_share_a_guard(tmp_path: Path) -> None:
     log = str(tmp_path / "log.db")
     study = create_study(study_name="threads")
-    study.optimize(objective, n_trials=24, n_jobs=8, pruner=make_pruner(log))
+    study.optimize(objective, n_trials=24, n_jobs=8, pruner=make_pruner(log=log))
     assert_each_trial_once(study, MeasurementStore(log), 24)
 
 

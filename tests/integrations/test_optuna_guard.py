@@ -10,39 +10,20 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Workload
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
-from perfguard_optuna import GuardedStudy, OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
-from tests.doubles import BARE_A100, ReplayPredictor
-
-pytestmark = pytest.mark.usefixtures("pretended_gpu")
-
-COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
-SMALL, LARGE = 8, 4096
-"""Widths that need about 17 KiB and 2.5 MiB, of a budget of 1 MiB."""
-
-
-def make_guard(**options: Any) -> OptunaGuard:
-    defaults: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    return OptunaGuard(BARE_A100, **(defaults | options))
-
-
-def study_of(*widths: int, **options: Any) -> GuardedStudy:
-    study = create_study(**options)
-    for width in widths:
-        study.enqueue_trial({"width": width})
-    return study
-
-
-def suggest_width(trial: optuna.Trial) -> int:
-    return trial.suggest_int("width", SMALL, LARGE)
+from perfguard.exceptions import MeasurementWarning, UnguardedTrialWarning
+from perfguard_optuna import OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
+from perfguard_optuna.study import GuardedObjective
+from tests.integrations.one_layer import COMPLETE, LARGE, PRUNED, SMALL, make_guard, study_of, suggest_width, workload
 
 
 def build(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean, steps=40)
+    return workload(params["width"], steps=40)
+
+
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
 
 def test_guard_trial_judges_a_model_and_batch() -> None:
@@ -88,49 +69,6 @@ def test_guard_keeps_a_seeded_study_the_same() -> None:
         return [trial.value for trial in study.trials if trial.value is not None]
 
     assert outcome(is_guarded=True) == outcome(is_guarded=False)
-
-
-def test_check_answers_for_people_with_their_own_loop() -> None:
-    guard = make_guard()
-    study = optuna.create_study()
-    for width, action in ((SMALL, "launch"), (LARGE, "prune")):
-        study.enqueue_trial({"width": width})
-        trial = study.ask()
-        verdict = guard.check(nn.Linear(64, suggest_width(trial)), (32, 64), loss=torch.mean)
-        assert verdict.action == action
-        study.tell(trial, state=PRUNED) if verdict.action == "prune" else study.tell(trial, 1.0)
-
-
-def test_oom_is_a_lower_bound_and_a_constraint() -> None:
-    """An out-of-memory error says that more was needed, and the sampler is told so."""
-    guard = make_guard(build=build)
-
-    def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-    study = study_of(SMALL)
-    study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    (trial,) = study.trials
-    assert trial.state == PRUNED
-    assert record_of(trial).status == "oom"
-    assert trial.constraints["perfguard:memory"] > 0
-    assert [decision.status for decision in guard.log.records()] == ["oom"]
-
-
-def test_time_out_of_a_socket_is_a_failure() -> None:
-    """It was a pruned trial, and counted as a violation of the time budget."""
-    guard = make_guard(build=build, time_budget="1h")
-
-    def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        raise TimeoutError("the server did not answer within 30 s")
-
-    study = study_of(SMALL)
-    study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard), catch=TimeoutError)
-    assert study.trials[0].state == FAIL
-    assert record_of(study.trials[0]).status == "failed"
-    assert not record_of(study.trials[0]).violates
 
 
 def slowly(step: Any, num_steps: int, seconds: float) -> None:
@@ -224,6 +162,17 @@ def test_repair_reaches_objective_and_trial_attributes() -> None:
     assert verdict is not None
     assert (verdict.action, verdict.repair) == ("repair", repaired)
     assert study.trials[1].constraints["perfguard:memory"] < 0
+
+
+def test_repair_reaches_guarded_objective_of_a_plain_study() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        suggest_width(trial)
+        return float(repair_of(trial).accumulation)
+
+    study = optuna.create_study()
+    study.enqueue_trial({"width": LARGE})
+    study.optimize(GuardedObjective(objective, repairing()), n_trials=1)
+    assert study.best_value > 1
 
 
 def test_a_repair_reaches_the_block() -> None:
@@ -373,32 +322,3 @@ def test_report_after_the_block_is_not_measured_again() -> None:
     study.optimize(objective, n_trials=1, pruner=pruner)
     assert record_of(study.trials[0]).measured["time"] > 0.05
     assert len(pruner.guard.log.records()) == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_oom_on_an_absent_gpu_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial was pruned, and nothing in it said that it had run out of memory."""
-    monkeypatch.undo()  # no GPU is pretended
-    guard = make_guard(build=build)
-
-    def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        raise MemoryError
-
-    study = study_of(SMALL)
-    with pytest.warns(MeasurementWarning, match="no NVIDIA A100"):
-        study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    record = record_of(study.trials[0])
-    assert (study.trials[0].state, record.status, record.is_measured) == (PRUNED, "oom", False)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"guard": 1, "risk": 0.1}, "Give a guard, or the settings of one"),
-        ({"inner": "hyperband"}, "inner must be an Optuna pruner"),
-    ],
-)
-def test_wrong_argument_of_a_pruner_is_named(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        PerfGuardPruner(**(options | ({"guard": make_guard()} if "guard" in options else {})))

@@ -29,11 +29,11 @@ from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
-from perfguard.rejections import Rejections
+from perfguard.rejections import Rejections, Search
 from perfguard.workload import WatchedParams
-from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
-from perfguard_optuna.guard import Search
-from tests.doubles import BARE_A100, ReplayPredictor
+from perfguard_optuna import PerfGuardSampler, create_study
+from tests.doubles import ReplayPredictor
+from tests.integrations.one_layer import make_pruner
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
@@ -85,8 +85,7 @@ def objective(trial: optuna.Trial) -> float:
 
 def study_of(way: str, inner: BaseSampler, **options: Any) -> optuna.Study:
     """One that has run; a plain one has the sampler around ``inner``."""
-    defaults: dict[str, Any] = {"build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    pruner = PerfGuardPruner(BARE_A100, **(defaults | options))
+    pruner = make_pruner(**{"build": build} | options)
     if way == "guarded study":
         study: optuna.Study = create_study(sampler=inner, direction="maximize", pruner=pruner)
     else:
@@ -130,19 +129,6 @@ def test_study_ends_where_nothing_fits(name: str, way: str) -> None:
     assert time.monotonic() - started_at < 180
 
 
-def test_a_point_that_was_rejected_is_not_judged_again() -> None:
-    class Counting(ReplayPredictor):
-        num_judged = 0
-
-        def predict(self, *arguments: Any, **options: Any) -> Prediction:
-            type(self).num_judged += 1
-            return super().predict(*arguments, **options)
-
-    with pytest.warns(NothingFeasibleWarning):
-        study_of("guarded study", RandomSampler(seed=1), build=build_nothing_that_fits, predictor=Counting())
-    assert Counting.num_judged <= len(WIDTHS) * len(BATCHES)
-
-
 def test_rejected_point_is_judged_again_after_learning() -> None:
     """A guard that was wrong at first must not hold it against a point for ever."""
 
@@ -158,9 +144,7 @@ def test_rejected_point_is_judged_again_after_learning() -> None:
             )  # fmt: skip
 
     predictor = Learns()
-    pruner = PerfGuardPruner(
-        BARE_A100, build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
-    )
+    pruner = make_pruner(build=lambda params: build_of(params["width"]), predictor=predictor)
     study = create_study(pruner=pruner)
 
     def of_width(trial: optuna.Trial) -> float:
@@ -186,8 +170,8 @@ class Scattering(ReplayPredictor):
 @pytest.mark.parametrize("way", ["guarded study", "plain study"])
 def test_scattered_times_do_not_end_the_study(way: str) -> None:
     """Nothing is sure to hold the budget, and much is likely to; 300 prunes later "Nothing fits" was said."""
-    pruner = PerfGuardPruner(
-        BARE_A100, build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
+    pruner = make_pruner(
+        build=lambda params: build_of(params["width"]), memory_budget=None, step_time_budget="10ms", predictor=Scattering()
     )
     median = pruner.guard.guard.trace(build_of(100)).peak_live_bytes / 2**20
     assert 0.004 < median < 0.02, "the toy's smallest trials need about half of the budget"
@@ -231,7 +215,7 @@ def test_rejection_is_kept_for_its_own_point_only(way: str, sampler: bool) -> No
         assert params["batch"] == 8
         return build_of(WAYS_TO_LOOK[way](params))
 
-    pruner = PerfGuardPruner(BARE_A100, build=build_by_the_way, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    pruner = make_pruner(build=build_by_the_way)
     inner = RandomSampler(seed=0)
     study = create_study(pruner=pruner, sampler=PerfGuardSampler(inner, pruner) if sampler else inner)
     for width in (2**20, 8):
@@ -267,7 +251,7 @@ def test_second_build_finds_params_the_first_popped() -> None:
         width = params.pop("width")
         return build_of(width * int(torch.ones(1).item()))
 
-    pruner = PerfGuardPruner(BARE_A100, build=build_with_numbers, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    pruner = make_pruner(build=build_with_numbers)
     study = create_study(pruner=pruner)
     for width in (2**20, 8):
         study.enqueue_trial({"width": width})
@@ -280,10 +264,7 @@ def test_second_build_finds_params_the_first_popped() -> None:
 def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler counts its repeats into the same search; where the last one fell to it the study never ended."""
     monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=most))
-    pruner = PerfGuardPruner(
-        BARE_A100, build=lambda params: build_of(2**17 + params["width"]), memory_budget="1MiB", predictor=ReplayPredictor(),
-        log=False,
-    )  # fmt: skip
+    pruner = make_pruner(build=lambda params: build_of(2**17 + params["width"]))
     study = create_study(sampler=TPESampler(seed=0, n_startup_trials=5), pruner=pruner)
 
     def of_width(trial: optuna.Trial) -> float:
@@ -313,10 +294,7 @@ def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatc
         samplers.append(trial.study.sampler)
         return float(trial.suggest_int("width", 0, 1))
 
-    pruner = PerfGuardPruner(
-        BARE_A100, build=lambda params: build_of(2**17 + params["width"]), memory_budget="1MiB", predictor=ReplayPredictor(),
-        log=False,
-    )  # fmt: skip
+    pruner = make_pruner(build=lambda params: build_of(2**17 + params["width"]))
     with pytest.warns(NothingFeasibleWarning):
         create_study(sampler=RandomSampler(seed=0), pruner=pruner).optimize(two_widths, n_trials=4, n_jobs=4)
     assert len({id(sampler) for sampler in samplers}) <= 2
@@ -336,9 +314,7 @@ def test_repeat_rejection_is_judged_again_after_launch() -> None:
             return Prediction(memory, exact.step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
 
     predictor = Counting()
-    pruner = PerfGuardPruner(
-        BARE_A100, build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
-    )
+    pruner = make_pruner(build=lambda params: build_of(params["width"]), predictor=predictor)
     study = create_study(pruner=pruner)
     judged = []
     for width in (512, 512, 1, 512, 512):
@@ -354,7 +330,7 @@ def test_repeat_rejection_is_judged_again_after_launch() -> None:
 def test_points_differ_by_value_type(bad: Any, good: Any) -> None:
     """1 == True, so a trial that fits was pruned with what was remembered of the other."""
 
-    pruner = PerfGuardPruner(BARE_A100, build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    pruner = make_pruner(build=build)
     guard, study, params = pruner.guard, optuna.create_study(), WatchedParams({"kind": bad})
     assert params["kind"] is bad
     guard.remember(study, params, guard.check(build_of(2**17)))

@@ -4,69 +4,45 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 import torch
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
 from perfguard.exceptions import (
     ConfigurationError,
-    LogCorruptError,
     LogWarning,
     PredictorError,
-    UnguardedTrialWarning,
     UnknownDeviceError,
 )
 from perfguard.quantities import format_seconds
 from perfguard_optuna import PerfGuardPruner, record_of
-from tests.doubles import BARE_A100, ReplayPredictor
+from tests.integrations.one_layer import (
+    COMPLETE,
+    FAIL,
+    LARGE,
+    PRUNED,
+    SMALL,
+    make_guard,
+    make_pruner,
+    plain_study_of,
+    states,
+    suggest_width,
+    train,
+    workload,
+)
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
-BUDGET = "1MiB"
-SMALL, LARGE = 8, 4096
-"""Widths that need about 17 KiB and 2.5 MiB."""
-COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 
-
-def workload(width: int, *, steps: int | None = None) -> Workload:
-    return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean, steps=steps)
-
-
-def build(params: Mapping[str, Any]) -> Workload:
+def build_steps(params: Mapping[str, Any]) -> Workload:
     return workload(params["width"], steps=3)
-
-
-def train(width: int) -> float:
-    model = nn.Linear(64, width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.ones(32, 64)).mean()
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
-
-
-def make_pruner(**options: Any) -> PerfGuardPruner:
-    double = ReplayPredictor()
-    defaults: dict[str, Any] = {"gpu": BARE_A100, "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
-    return PerfGuardPruner(**(defaults | options))
-
-
-def study_of(pruner: PerfGuardPruner, widths: Sequence[int], **options: Any) -> optuna.Study:
-    """A plain study that is going to propose ``widths``, in order."""
-    study = optuna.create_study(pruner=pruner, **options)
-    for width in widths:
-        study.enqueue_trial({"width": width})
-    return study
 
 
 class Objective:
@@ -76,20 +52,16 @@ class Objective:
         self.trained: list[int] = []
 
     def __call__(self, trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
+        width = suggest_width(trial)
         if trial.should_prune():
             raise optuna.TrialPruned
         self.trained.append(width)
         return train(width)
 
 
-def states(study: optuna.Study) -> list[TrialState]:
-    return [trial.state for trial in study.trials]
-
-
 def test_a_pruned_trial_says_why_in_numbers() -> None:
-    pruner = make_pruner(memory_budget="8MiB", time_budget="20ms", step_time_budget="15ms")
-    study = study_of(pruner, [LARGE])
+    pruner = make_pruner(build=build_steps, memory_budget="8MiB", time_budget="20ms", step_time_budget="15ms")
+    study = plain_study_of(LARGE, pruner=pruner)
     study.optimize(Objective(), n_trials=1)
     (trial,) = study.trials
     peak = pruner.guard.guard.trace(workload(LARGE)).peak_live_bytes
@@ -128,39 +100,17 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
     assert trial.constraints["perfguard:time"] > 0 > trial.constraints["perfguard:memory"]
 
 
-def test_a_launched_trial_has_negative_margins() -> None:
-    study = study_of(make_pruner(), [SMALL])
-    study.optimize(Objective(), n_trials=1)
-    (trial,) = study.trials
-    assert record_of(trial).in_words == "launched"
-    assert list(trial.constraints) == ["perfguard:memory"]
-    assert trial.constraints["perfguard:memory"] < 0
-    assert trial == study.best_trial
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"time_budget": "20ms"}, "takes 30.0 ms ("), ({"step_time_budget": 0.005}, "takes 10.0 ms a step (")],
-)
-def test_time_prunes_too(options: dict[str, Any], words: str) -> None:
-    study, objective = study_of(make_pruner(**options), [SMALL]), Objective()
-    study.optimize(objective, n_trials=1)
-    assert states(study) == [PRUNED]
-    assert not objective.trained
-    assert record_of(study.trials[0]).reason.startswith(words)
-
-
 def test_a_trial_is_judged_once_however_often_it_asks() -> None:
     pruner = make_pruner()
 
     def objective(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
+        width = suggest_width(trial)
         for step in range(5):
             trial.report(1.0, step)
             assert not trial.should_prune()
         return train(width)
 
-    study = study_of(pruner, [SMALL, SMALL])
+    study = plain_study_of(SMALL, SMALL, pruner=pruner)
     study.optimize(objective, n_trials=2)
     assert len(pruner.guard.log.records(study.study_name)) == 2
 
@@ -168,72 +118,24 @@ def test_a_trial_is_judged_once_however_often_it_asks() -> None:
 def test_plain_study_trial_is_measured_at_the_next_one() -> None:
     """Without a block nothing says that a trial is over until the next one begins."""
     pruner = make_pruner()
-    study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
-    study.optimize(objective, n_trials=3)
+
+    def objective(trial: optuna.Trial) -> float:
+        value = Objective()(trial)
+        if trial.number == 2:
+            raise ValueError("a mistake of the user")
+        return value
+
+    study = plain_study_of(SMALL, LARGE, SMALL, SMALL, pruner=pruner)
+    study.optimize(objective, n_trials=4, catch=ValueError)
     records = pruner.guard.log.records(study.study_name)
     assert [(record.number, record.in_words, record.status) for record in records] == [
         (0, "launched", "ok"),
         (1, "pruned", None),
-        (2, "launched", None),
+        (2, "launched", "failed"),
+        (3, "launched", None),
     ]
     assert "time" in records[0].measured
     assert len(pruner.guard.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
-
-
-def test_a_plain_study_logs_a_failed_trial_as_failed() -> None:
-    pruner = make_pruner()
-
-    def objective(trial: optuna.Trial) -> float:
-        value = Objective()(trial)
-        if trial.number == 0:
-            raise ValueError("a mistake of the user")
-        return value
-
-    study = study_of(pruner, [SMALL, SMALL])
-    study.optimize(objective, n_trials=2, catch=ValueError)
-    assert states(study) == [FAIL, COMPLETE]
-    assert [decision.status for decision in pruner.guard.log.records()] == ["failed", None]
-
-
-class Branching(nn.Module):
-    """Takes another way for another batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
-
-
-def build_raising(params: Mapping[str, Any]) -> Workload:
-    raise ZeroDivisionError("a mistake in build")
-
-
-def build_nothing(params: Mapping[str, Any]) -> Any:
-    return nn.Linear(64, params["width"])
-
-
-def build_branching(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Sequential(nn.Linear(64, params["width"]), Branching()), inputs=(32, 64), loss=torch.mean)
-
-
-@pytest.mark.parametrize(
-    ("faulty", "message"),
-    [
-        (build_raising, "raised ZeroDivisionError: a mistake in build"),
-        (build_nothing, "must return a perfguard.Workload, but returned Linear"),
-        (build_branching, "TraceError"),
-    ],
-)
-def test_unjudgeable_trial_launches_with_one_warning(faulty: Callable[..., Any], message: str) -> None:
-    study, objective = study_of(make_pruner(build=faulty), [SMALL, LARGE]), Objective()
-    with pytest.warns(UnguardedTrialWarning, match="could not judge a trial and launches it unguarded") as caught:
-        study.optimize(objective, n_trials=2)
-    assert len(caught) == 1
-    assert message in str(caught[0].message)
-    assert objective.trained == [SMALL, LARGE]
-    for trial in study.trials:
-        record = record_of(trial)
-        assert (record.in_words, record.predicted) == ("unguarded", {})
-        assert message in record.reason
-        assert trial.constraints == {"perfguard:memory": 0.0}
 
 
 def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
@@ -242,7 +144,7 @@ def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
     pruner = make_pruner(log=store)
     for file in tmp_path.iterdir():
         file.write_bytes(b"no database" * 1000)
-    study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
+    study, objective = plain_study_of(SMALL, LARGE, SMALL, pruner=pruner), Objective()
     with pytest.warns(LogWarning, match="Rows wait in files beside it") as caught:
         study.optimize(objective, n_trials=3)
     assert len(caught) == 1
@@ -253,28 +155,6 @@ def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
         assert [record.in_words for record in mended.records()] == ["launched", "pruned", "launched"]
 
 
-def test_study_survives_a_log_whose_folder_is_gone(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    store = MeasurementStore(folder / "log.db")
-    pruner = make_pruner(log=store)
-    folder.rename(tmp_path / "elsewhere")
-    folder.write_text("a file where the folder was")
-    study = study_of(pruner, [SMALL, LARGE])
-    with pytest.warns(LogWarning, match="cannot be used now"):
-        study.optimize(Objective(), n_trials=2)
-    assert states(study) == [COMPLETE, PRUNED]
-    with pytest.warns(LogWarning, match=r"rows .* are lost"):
-        store.close()
-
-
-def test_damaged_log_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "log.db"
-    path.write_bytes(b"no database" * 1000)
-    with pytest.raises(LogCorruptError, match="left as it is"):
-        make_pruner(log=str(path))
-    assert path.read_bytes() == b"no database" * 1000
-
-
 class InlineObjective:
     """Judged and measured by ``with pruner.trial(...)``; ``error`` is raised inside the block."""
 
@@ -283,7 +163,7 @@ class InlineObjective:
         self.trained: list[int] = []
 
     def __call__(self, trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
+        width = suggest_width(trial)
         with self.pruner.trial(trial, workload(width)) as run:
             self.trained.append(width)
             value = train(width)
@@ -294,79 +174,37 @@ class InlineObjective:
         return value
 
 
-def test_the_block_is_entered_only_by_trials_that_fit() -> None:
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MemoryError(), "oom"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), "oom"),
+        (ValueError("a mistake of the user"), "failed"),
+    ],
+)
+def test_error_in_the_block_prunes_if_memory_ran_out(error: Exception, status: str) -> None:
     pruner = make_pruner(build=None)
-    study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), InlineObjective(pruner)
-    study.optimize(objective, n_trials=3)
-    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
-    assert objective.trained == [SMALL, SMALL]
-    launched, pruned, _ = map(record_of, study.trials)
-    assert (launched.status, set(launched.measured)) == ("ok", {"time", "step_time"})  # it ran on no GPU
-    assert (pruned.status, pruned.measured) == (None, {})
+    study = plain_study_of(SMALL, SMALL, pruner=pruner)
+    study.optimize(InlineObjective(pruner, error=error), n_trials=2, catch=ValueError)
+    assert states(study) == [PRUNED if status == "oom" else FAIL] * 2
+    assert [record_of(trial).status for trial in study.trials] == [status] * 2
 
 
 @pytest.mark.parametrize(("steps_by_hand", "num_steps"), [(0, 3), (5, 5)])
 def test_marked_steps_replace_optimizer_steps(steps_by_hand: int, num_steps: int) -> None:
     """Steps marked in the block count instead of the optimizer's."""
     pruner = make_pruner(build=None)
-    study_of(pruner, [SMALL]).optimize(InlineObjective(pruner, steps_by_hand=steps_by_hand), n_trials=1)
+    plain_study_of(SMALL, pruner=pruner).optimize(InlineObjective(pruner, steps_by_hand=steps_by_hand), n_trials=1)
     (observation,) = pruner.guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert observation.measurement.num_steps == num_steps
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")])
-def test_oom_in_the_block_prunes_trial(error: Exception) -> None:
-    pruner = make_pruner(build=None)
-    study = study_of(pruner, [SMALL, SMALL])
-    study.optimize(InlineObjective(pruner, error=error), n_trials=2)
-    assert states(study) == [PRUNED, PRUNED]
-    assert [record_of(trial).status for trial in study.trials] == ["oom", "oom"]
-
-
-def test_another_error_in_the_block_is_the_users() -> None:
-    pruner = make_pruner(build=None)
-    study = study_of(pruner, [SMALL])
-    with pytest.raises(ValueError, match="a mistake of the user"):
-        study.optimize(InlineObjective(pruner, error=ValueError("a mistake of the user")), n_trials=1)
-    assert states(study) == [FAIL]
-    assert record_of(study.trials[0]).status == "failed"
-
-
-def test_the_block_without_a_workload_asks_build() -> None:
-    pruner = make_pruner()
-
-    def objective(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
-        with pruner.trial(trial):
-            return train(width)
-
-    study = study_of(pruner, [SMALL, LARGE])
-    study.optimize(objective, n_trials=2)
-    assert states(study) == [COMPLETE, PRUNED]
-
-
-def test_block_with_nothing_to_judge_warns() -> None:
-    pruner = make_pruner(build=None)
-
-    def objective(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
-        with pruner.trial(trial):
-            return train(width)
-
-    study = study_of(pruner, [SMALL, LARGE])
-    with pytest.warns(UnguardedTrialWarning, match="does not know what the trials run") as caught:
-        study.optimize(objective, n_trials=2)
-    assert len(caught) == 1
-    assert states(study) == [COMPLETE, COMPLETE]
-    assert [decision.status for decision in pruner.guard.log.records()] == ["ok", "ok"]
 
 
 def test_block_measures_its_own_trial_only() -> None:
     """A trial of another study, which nobody finished, comes before it."""
     pruner = make_pruner()
-    plain = study_of(pruner, [SMALL], study_name="plain")
+    plain = plain_study_of(SMALL, pruner=pruner, study_name="plain")
     plain.optimize(Objective(), n_trials=1)
-    other = study_of(pruner, [SMALL], study_name="other")
+    other = plain_study_of(SMALL, pruner=pruner, study_name="other")
     other.optimize(InlineObjective(pruner), n_trials=1)
     assert record_of(other.trials[0]).status == "ok"
     assert [(decision.study, decision.status) for decision in pruner.guard.log.records()] == [("plain", "ok"), ("other", "ok")]
@@ -384,7 +222,7 @@ class CountingPruner(optuna.pruners.BasePruner):
 
 
 def reporting_objective(trial: optuna.Trial) -> float:
-    trial.suggest_int("width", SMALL, LARGE)
+    suggest_width(trial)
     for step in range(5):
         trial.report(float(trial.number + step), step)
         if trial.should_prune():
@@ -394,22 +232,11 @@ def reporting_objective(trial: optuna.Trial) -> float:
 
 def test_inner_pruner_sees_launched_trials_only() -> None:
     inner = CountingPruner()
-    study = study_of(make_pruner(inner=inner), [SMALL, LARGE])
+    study = plain_study_of(SMALL, LARGE, pruner=make_pruner(inner=inner))
     study.optimize(reporting_objective, n_trials=2)
     assert states(study) == [PRUNED, PRUNED]
     assert inner.asked == [0, 0, 0]
     assert [record_of(trial).in_words for trial in study.trials] == ["launched", "pruned"]
-
-
-def test_a_pruner_pickles() -> None:
-    pruner = make_pruner(inner=optuna.pruners.MedianPruner())
-    study_of(pruner, [SMALL, LARGE]).optimize(Objective(), n_trials=2)
-    copy = pickle.loads(pickle.dumps(pruner))
-    study = study_of(copy, [SMALL, LARGE])
-    study.optimize(Objective(), n_trials=2)
-    assert states(study) == [COMPLETE, PRUNED]
-    assert copy.guard.guard.budget == pruner.guard.guard.budget
-    assert copy.guard.device == pruner.guard.device
 
 
 @pytest.mark.parametrize(
@@ -417,14 +244,10 @@ def test_a_pruner_pickles() -> None:
     [
         ({"gpu": "a1000"}, UnknownDeviceError, "Did you mean 'a100'"),
         ({"build": 3}, ConfigurationError, "build must be a function of the hyperparameters, but got 3"),
-        ({"memory_budget": "60GiB"}, ConfigurationError, "is more than .*A100"),
-        ({"memory_budget": "much"}, ConfigurationError, "memory_budget must look like"),
-        ({"memory_budget": 0.0}, ConfigurationError, "as a fraction must lie in"),
-        ({"time_budget": -1}, ConfigurationError, "time_budget must be positive"),
-        ({"step_time_budget": "2 weeks"}, ConfigurationError, "step_time_budget must look like"),
-        ({"risk": 1.0}, ConfigurationError, "risk must lie in"),
         ({"memory_limit": "4GiB"}, ConfigurationError, r"no setting 'memory_limit' \(did you mean 'memory_budget'\?\)"),
         ({"predictor": "crystal-ball"}, PredictorError, "No predictor is called 'crystal-ball'"),
+        ({"guard": make_guard()}, ConfigurationError, "Give a guard, or the settings of one"),
+        ({"inner": "hyperband"}, ConfigurationError, "inner must be an Optuna pruner"),
     ],
 )
 def test_a_wrong_argument_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -432,21 +255,12 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], error: type[Exceptio
         make_pruner(**options)
 
 
-@pytest.mark.parametrize("risk", [0.01, 0.05, 0.5])
-def test_more_budget_never_prunes_more(risk: float) -> None:
-    sizes = [2**k * 2**14 for k in range(10)]
-    pruned = [make_pruner(memory_budget=f"{size}B", risk=risk).guard.check(workload(256)).action == "prune" for size in sizes]
-    assert pruned == sorted(pruned, reverse=True)
-    assert pruned[0]
-    assert not pruned[-1]
-
-
 def test_shipped_predictor_guards_a_cpu_study() -> None:
     pruner = PerfGuardPruner(gpu="cpu", build=functools.partial(_deep, depth=2), memory_budget="64MiB", log=False)
-    study = study_of(pruner, [64, 256, LARGE, 64])
+    study = plain_study_of(64, 256, LARGE, 64, pruner=pruner)
 
     def objective(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
+        width = suggest_width(trial)
         with pruner.trial(trial):
             return train(width)
 

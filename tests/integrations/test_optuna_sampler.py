@@ -18,7 +18,6 @@ from optuna.samplers import (
     BruteForceSampler,
     CmaEsSampler,
     GPSampler,
-    GridSampler,
     NSGAIIISampler,
     NSGAIISampler,
     PartialFixedSampler,
@@ -26,18 +25,18 @@ from optuna.samplers import (
     RandomSampler,
     TPESampler,
 )
-from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Estimate, Workload
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard.verdict import EVEN_CHANCE
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
-from tests.doubles import BARE_A100, ReplayPredictor
+from tests.doubles import ReplayPredictor
+from tests.integrations import one_layer
+from tests.integrations.one_layer import COMPLETE, PRUNED
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
-COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 GRID = {"width": [8, 256, 4096], "batch": [8, 128, 1024]}
 GRID_THAT_FITS = [(8, 8), (8, 128), (8, 1024), (256, 8), (256, 128)]
 
@@ -68,10 +67,7 @@ def objective(trial: optuna.Trial) -> float:
 
 
 def make_pruner(**options: Any) -> PerfGuardPruner:
-    defaults: dict[str, Any] = {
-        "gpu": BARE_A100, "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
-    }  # fmt: skip
-    return PerfGuardPruner(**(defaults | options))
+    return one_layer.make_pruner(**{"build": build} | options)
 
 
 def plain_study(inner: BaseSampler, **options: Any) -> optuna.Study:
@@ -93,10 +89,8 @@ SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
     "tpe": lambda: TPESampler(seed=1),
     "multivariate tpe": lambda: TPESampler(seed=1, multivariate=True, group=True),
     "cma-es": lambda: CmaEsSampler(seed=1),
-    "nsga-ii": lambda: NSGAIISampler(seed=1, population_size=5),
     "nsga-iii": lambda: NSGAIIISampler(seed=1, population_size=5),
     "qmc": lambda: QMCSampler(seed=1),
-    "random": lambda: RandomSampler(seed=1),
     "partial fixed": lambda: PartialFixedSampler({"batch": 512}, TPESampler(seed=1)),
 }
 
@@ -114,13 +108,6 @@ def test_plain_study_launches_n_trials(name: str) -> None:
     assert all("the budget is 1.00 MiB" in record_of(trial).reason for trial in rejected)
 
 
-def test_guarded_study_launches_exactly_n_trials() -> None:
-    pruner = make_pruner()
-    study = create_study(direction="maximize", sampler=PerfGuardSampler(TPESampler(seed=0), pruner))
-    study.optimize(objective, n_trials=10, pruner=pruner)
-    assert len(completed(study)) == 10
-
-
 def test_two_jobs_share_a_sampler() -> None:
     pruner = make_pruner()
     study = create_study(direction="maximize", sampler=PerfGuardSampler(TPESampler(seed=0), pruner))
@@ -132,30 +119,7 @@ def test_two_jobs_share_a_sampler() -> None:
     assert sum(chances) <= 12 * pruner.guard.guard.risk  # the threads do not spend the risk budget twice
 
 
-def test_grid_sampler_tries_each_fitting_point_once() -> None:
-    study = plain_study(GridSampler(GRID))
-    with pytest.warns(UnguardedTrialWarning, match="never judged"):  # the very first trial, before the space is known
-        study.optimize(lambda trial: float(sum(suggest(trial))), n_trials=40)
-    tried = sorted((trial.params["width"], trial.params["batch"]) for trial in completed(study))
-    assert sorted(set(tried) & set(GRID_THAT_FITS)) == sorted(GRID_THAT_FITS)
-    assert len(study.trials) <= 10
-
-
-def test_brute_force_tries_every_fitting_point() -> None:
-    def small_space(trial: optuna.Trial) -> float:
-        width = trial.suggest_categorical("width", GRID["width"])
-        batch = trial.suggest_categorical("batch", GRID["batch"])
-        if trial.should_prune():
-            raise optuna.TrialPruned
-        return float(width + batch)
-
-    study = plain_study(BruteForceSampler(seed=0))
-    study.optimize(small_space, n_trials=60)
-    assert sorted({(trial.params["width"], trial.params["batch"]) for trial in completed(study)}) == sorted(GRID_THAT_FITS)
-    assert len(study.trials) <= 11
-
-
-def test_brute_force_may_be_read_in_another_order() -> None:
+def test_brute_force_tries_every_fitting_point_in_any_order() -> None:
     """Its tree holds the parameters as the objective suggests them, and said "param_name mismatch" for any other order."""
 
     def reads_batch_first(params: Mapping[str, Any]) -> Workload:
@@ -171,6 +135,7 @@ def test_brute_force_may_be_read_in_another_order() -> None:
     study = plain_study(BruteForceSampler(seed=0), build=reads_batch_first)
     study.optimize(small_space, n_trials=60)  # a warning would be an error here
     assert sorted({(trial.params["width"], trial.params["batch"]) for trial in completed(study)}) == sorted(GRID_THAT_FITS)
+    assert len(study.trials) <= 11
 
 
 @pytest.mark.slow
@@ -333,16 +298,13 @@ def test_a_sampler_pickles() -> None:
     [
         (lambda: ("tpe", make_pruner()), "inner must be an Optuna sampler"),
         (lambda: (TPESampler(), "a100"), "guard must be an OptunaGuard or a PerfGuardPruner"),
+        (lambda: (TPESampler(), make_pruner(), 0), "must be positive, but got 0"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: Callable[[], tuple[Any, Any]], message: str) -> None:
+def test_what_cannot_work_is_refused(arguments: Callable[[], tuple[Any, ...]], message: str) -> None:
+    inner, guard, *most = arguments()
     with pytest.raises(ConfigurationError, match=message):
-        PerfGuardSampler(*arguments())
-
-
-def test_a_bound_must_be_positive() -> None:
-    with pytest.raises(ConfigurationError, match="must be positive, but got 0"):
-        PerfGuardSampler(TPESampler(), make_pruner(), max_proposals=0)
+        PerfGuardSampler(inner, guard, **({"max_proposals": most[0]} if most else {}))
 
 
 def test_failing_guard_leaves_search_to_inner_sampler(monkeypatch: pytest.MonkeyPatch) -> None:

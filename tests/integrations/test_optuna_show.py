@@ -31,6 +31,7 @@ from perfguard_optuna import (
     pruned_table,
     summarize,
 )
+from perfguard_optuna.show import progress_line
 from tests.doubles import ReplayPredictor
 
 pytest.importorskip("plotly")
@@ -145,6 +146,17 @@ def test_a_line_for_each_trial(study: optuna.Study) -> None:
     assert [line.split()[1] for line in lines] == [
         "pruned" if trial.state == optuna.trial.TrialState.PRUNED else "launched" for trial in study.trials
     ]
+
+
+def test_progress_line_counts_what_a_study_launched_and_pruned(study: optuna.Study, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = summarize(study)
+    with progress_line(summary.num_launched, counts_pruned=False) as count:
+        for trial in study.trials:
+            count(study, trial)
+    shown = capsys.readouterr().err
+    launched = summary.num_launched
+    assert f"{launched} launched · {summary.num_pruned} pruned · {summary.num_violations or 0} over budget" in shown
+    assert f"{launched}/{launched}" in shown
 
 
 def test_trackers_get_rejected_proposals_too(tmp_path: Path) -> None:

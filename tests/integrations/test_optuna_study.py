@@ -26,51 +26,23 @@ import perfguard_optuna
 from perfguard import MeasurementStore, Run, Workload, resolve_device
 from perfguard.exceptions import UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, create_study, load_study, record_of
-from tests.doubles import BARE_A100, ReplayPredictor
+from tests.doubles import ReplayPredictor
+from tests.integrations.one_layer import (
+    COMPLETE,
+    FAIL,
+    LARGE,
+    PRUNED,
+    SMALL,
+    build,
+    make_pruner,
+    objective,
+    settings,
+    states,
+    study_of,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
-
-BUDGET = "1MiB"
-SMALL, LARGE = 8, 4096
-"""Widths that need about 17 KiB and 2.5 MiB."""
-COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
-
-
-def build(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
-
-
-def train(width: int) -> float:
-    model = nn.Linear(64, width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.ones(32, 64)).mean()
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
-
-
-def objective(trial: optuna.Trial) -> float:
-    return train(trial.suggest_int("width", SMALL, LARGE))
-
-
-def make_pruner(**options: Any) -> PerfGuardPruner:
-    double = ReplayPredictor()
-    defaults: dict[str, Any] = {"gpu": BARE_A100, "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
-    return PerfGuardPruner(**(defaults | options))
-
-
-def study_of(*proposals: Mapping[str, Any] | int, **options: Any) -> GuardedStudy:
-    """A guarded study that is going to propose these parameters, or widths, in order."""
-    study = create_study(**options)
-    for proposal in proposals:
-        study.enqueue_trial({"width": proposal} if isinstance(proposal, int) else dict(proposal))
-    return study
-
-
-def states(study: optuna.Study) -> list[TrialState]:
-    return [trial.state for trial in study.trials]
 
 
 def statuses(pruner: PerfGuardPruner, study: optuna.Study) -> list[str | None]:
@@ -83,12 +55,6 @@ def test_the_literal_line_runs() -> None:
     assert states(study) == [COMPLETE] * 10
     verdicts = [record_of(trial).verdict for trial in study.trials]
     assert all(verdict is not None and verdict.source == "captured" and verdict.predicted for verdict in verdicts)
-
-
-def test_the_literal_line_prunes_what_does_not_fit() -> None:
-    study = study_of(SMALL, LARGE, SMALL)
-    study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=None))
-    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
 
 
 def test_pace_stops_a_trial_that_never_asks() -> None:
@@ -110,29 +76,22 @@ def test_pace_stops_a_trial_that_never_asks() -> None:
 
 def test_guarded_objective_runs_in_any_study() -> None:
     study = optuna.create_study(sampler=optuna.samplers.GridSampler({"width": [SMALL, LARGE]}))
-    guarded = perfguard_optuna.guarded(objective, BARE_A100, memory_budget=BUDGET, predictor=ReplayPredictor(), log=False)
+    guarded = perfguard_optuna.guarded(objective, **settings())
     study.optimize(guarded, n_trials=2)
     assert sorted(states(study)) == [COMPLETE, PRUNED]
 
 
-def test_build_guards_an_unchanged_objective() -> None:
-    trained = []
-
-    def unchanged(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
-        trained.append(width)
-        return train(width)
-
-    study = study_of(SMALL, LARGE, SMALL)
-    study.optimize(unchanged, n_trials=3, count="proposed", pruner=make_pruner())
-    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
-    assert trained == [SMALL, SMALL]
-
-
 def test_launched_trial_has_prediction_and_measurement() -> None:
     pruner = make_pruner()
+    trained: list[int] = []
+
+    def unchanged(trial: optuna.Trial) -> float:
+        trained.append(trial.suggest_int("width", SMALL, LARGE))
+        return train(trained[-1])
+
     study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
+    study.optimize(unchanged, n_trials=2, count="proposed", pruner=pruner)
+    assert trained == [SMALL]
     launched, pruned = map(record_of, study.trials)
     assert (launched.in_words, launched.status) == ("launched", "ok")
     assert set(launched.measured) == {"time", "step_time"}  # it ran on no GPU, so there is no GPU memory to measure
@@ -261,13 +220,6 @@ def test_never_suggested_param_leaves_trials_unguarded(unsettled: Callable[[Any]
     assert states(study) == [COMPLETE] * 3
 
 
-class Branching(nn.Module):
-    """Takes another way for another batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
-
-
 def failing_at(number: int, error: BaseException) -> Callable[[optuna.Trial], float]:
     def failing(trial: optuna.Trial) -> float:
         value = objective(trial)
@@ -289,13 +241,15 @@ def test_oom_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert statuses(pruner, study) == ["ok", "oom", "ok"]
     assert record_of(study.trials[1]).status == "oom"
+    assert study.trials[1].constraints["perfguard:memory"] > 0, "the sampler is told that more was needed"
     assert [row.measurement.status for row in pruner.guard.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
 
 
-def test_other_errors_end_as_optuna_has_it() -> None:
+@pytest.mark.parametrize("error", [ValueError("a mistake"), TimeoutError("the server did not answer within 30 s")])
+def test_other_errors_end_as_optuna_has_it(error: Exception) -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
-    study.optimize(failing_at(0, ValueError("a mistake")), n_trials=2, catch=ValueError, pruner=pruner)
+    study.optimize(failing_at(0, error), n_trials=2, catch=type(error), pruner=pruner)
     with pytest.raises(ValueError, match="another mistake"):
         study.optimize(failing_at(2, ValueError("another mistake")), n_trials=1)
     assert states(study) == [FAIL, COMPLETE, FAIL]
@@ -442,21 +396,6 @@ def test_a_guarded_study_pickles() -> None:
     assert states(study) == [COMPLETE, PRUNED]
 
 
-def test_the_median_pruner_is_consulted_inside() -> None:
-    def reporting(trial: optuna.Trial) -> float:
-        trial.suggest_int("width", SMALL, LARGE)
-        trial.report(float(trial.number), 0)
-        if trial.should_prune():
-            raise optuna.TrialPruned
-        return float(trial.number)
-
-    pruner = make_pruner(inner=optuna.pruners.MedianPruner(n_startup_trials=2))
-    study = study_of(SMALL, SMALL, SMALL, LARGE)
-    study.optimize(reporting, n_trials=4, count="proposed", pruner=pruner)
-    assert states(study) == [COMPLETE, COMPLETE, PRUNED, PRUNED]
-    assert [record_of(trial).is_pruned for trial in study.trials] == [False, False, False, True]
-
-
 def test_the_shipped_predictor_learns_during_a_study() -> None:
     pruner = PerfGuardPruner(gpu="cpu", build=build, log=False)
     before = medians(pruner)
@@ -465,21 +404,13 @@ def test_the_shipped_predictor_learns_during_a_study() -> None:
     assert resolve_device("cpu") is pruner.guard.device
 
 
-@pytest.mark.parametrize("name", ["create_study", "load_study"])
-def test_the_functions_take_what_optunas_take(name: str) -> None:
-    ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (perfguard_optuna, optuna))
-    assert {parameter: ours[parameter].default for parameter in ours} == {
-        parameter: theirs[parameter].default for parameter in theirs
-    }
-
-
 def test_optimize_adds_pruner_and_count_to_optunas() -> None:
     ours, theirs = (inspect.signature(study.optimize).parameters for study in (GuardedStudy, optuna.Study))
     assert list(ours) == [*theirs, "pruner", "count"]
     assert all(ours[parameter].default == theirs[parameter].default for parameter in theirs)
 
 
-@pytest.mark.parametrize("name", ["suggest_float", "suggest_int", "suggest_categorical", "should_prune", "report"])
+@pytest.mark.parametrize("name", ["_suggest", "should_prune", "report"])
 def test_a_guarded_trial_takes_what_optunas_takes(name: str) -> None:
     from perfguard_optuna.study import _GuardedTrial
 

@@ -10,23 +10,15 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
-from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study, summarize
-from perfguard_optuna.guard import Search
-from tests.doubles import BARE_A100, ReplayPredictor
+from perfguard.rejections import Search
+from perfguard_optuna import OptunaGuard, PerfGuardSampler, create_study, summarize
+from tests.integrations.one_layer import COMPLETE, FAIL, LARGE, PRUNED, SMALL, build, make_pruner, settings
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
-
-COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
-SMALL, LARGE = 8, 4096
-
-
-def build(params: Mapping[str, Any]) -> Workload:
-    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
 
 
 def typo(params: Mapping[str, Any]) -> Workload:
@@ -41,6 +33,13 @@ def argument_typo(params: Mapping[str, Any]) -> Workload:
     return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), los=torch.mean)  # type: ignore[call-arg]
 
 
+class Branching(nn.Module):
+    """Takes another way for another batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
 def never_asks(trial: optuna.Trial) -> float:
     return float(trial.suggest_int("width", SMALL, LARGE))
 
@@ -50,13 +49,6 @@ def asks(trial: optuna.Trial) -> float:
     if trial.should_prune():
         raise optuna.TrialPruned
     return float(width)
-
-
-def make_pruner(**options: Any) -> PerfGuardPruner:
-    defaults: dict[str, Any] = {
-        "gpu": BARE_A100, "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
-    }  # fmt: skip
-    return PerfGuardPruner(**(defaults | options))
 
 
 def unguarded(caught: pytest.WarningsRecorder) -> list[warnings.WarningMessage]:
@@ -196,8 +188,30 @@ def test_strict_guard_leaves_trial_errors_as_they_are(
 def test_strict_error_does_not_say_that_trials_run(options: dict[str, Any]) -> None:
     study = optuna.create_study(pruner=make_pruner(strict=True, **options))
     with pytest.raises(UnguardedTrialError) as raised:
-        study.optimize(never_asks if options["build"] is build else asks, n_trials=2)
+        study.optimize(never_asks if options["build"] is build else asks, n_trials=3)
     assert "unguarded" not in str(raised.value)
+    if options["build"] is build:  # nobody can know before its first trial has ended; the second fails at its first suggestion
+        assert "does not call trial.should_prune()" in str(raised.value)
+        assert [trial.state for trial in study.trials] == [COMPLETE, FAIL]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_block_with_nothing_to_judge_warns_or_raises(strict: bool) -> None:
+    guard = make_pruner(build=None, strict=strict).guard
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial):
+            return never_asks(trial)
+
+    study = optuna.create_study()
+    if strict:
+        with pytest.raises(UnguardedTrialError, match="does not know what the trials run"):
+            study.optimize(objective, n_trials=2)
+        return
+    with pytest.warns(UnguardedTrialWarning, match="does not know what the trials run") as caught:
+        study.optimize(objective, n_trials=2)
+    assert len(unguarded(caught)) == 1
+    assert [record.status for record in guard.log.records()] == ["ok", "ok"]
 
 
 def test_watched_study_leaves_the_sampler_as_it_is() -> None:
@@ -242,15 +256,19 @@ def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]
         (lambda params: Workload(nn.Linear(64, 8).cuda(), inputs=(32, 64)), r"leave out \.cuda\(\)"),
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),  # type: ignore[arg-type]
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"whole numbers, but got \(32\.0, 64\)"),
+        (lambda params: nn.Linear(64, params["width"]), "must return a perfguard.Workload, but returned Linear"),
+        (lambda params: Workload(nn.Sequential(nn.Linear(64, 8), Branching()), (32, 64), loss=torch.mean), "TraceError"),
         (argument_typo, r"unexpected keyword argument 'los' \(did you mean 'loss'\?\)"),
         (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
     ],
 )
 def test_failing_build_says_what_to_mend(faulty: Callable[..., Any], words: str) -> None:
     study = create_study(pruner=make_pruner(build=faulty))
-    with pytest.warns(UnguardedTrialWarning, match=words):
+    with pytest.warns(UnguardedTrialWarning, match=words) as caught:
         study.optimize(never_asks, n_trials=3)
+    assert len(unguarded(caught)) == 1
     assert summarize(study).num_unguarded == 3
+    assert all(trial.constraints == {"perfguard:memory": 0.0} for trial in study.trials)
     assert summarize(study).why_unguarded
 
 
@@ -285,33 +303,17 @@ def test_budget_that_never_binds_is_warned_of(budget: dict[str, Any], fields: di
         make_pruner(strict=True, **budget).guard.check(workload(**fields))
 
 
-def test_energy_budget_on_cpu_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"energy_budget cannot be checked: a CPU .* Leave it out"):
-        make_pruner(gpu="cpu", energy_budget="1J")
-
-
-def strict_plain(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
-    study = optuna.create_study(pruner=make_pruner(strict=True, **options))
-    study.optimize(objective, n_trials=3)
-    return study
-
-
-def strict_guarded(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
-    study = create_study(pruner=make_pruner(strict=True, **options))
-    study.optimize(objective, n_trials=3)
-    return study
-
-
-def strict_sampler(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
+def run_strictly(objective: Callable[[optuna.Trial], float], way: str = "guarded", **options: Any) -> optuna.Study:
     pruner = make_pruner(strict=True, **options)
-    study = optuna.create_study(sampler=PerfGuardSampler(optuna.samplers.RandomSampler(seed=0), pruner), pruner=pruner)
+    sampler = PerfGuardSampler(optuna.samplers.RandomSampler(seed=0), pruner) if way == "sampler" else None
+    study = (create_study if way == "guarded" else optuna.create_study)(sampler=sampler, pruner=pruner)
     study.optimize(objective, n_trials=3)
     return study
 
 
-@pytest.mark.parametrize("run", [strict_plain, strict_guarded, strict_sampler])
+@pytest.mark.parametrize("way", ["plain", "guarded", "sampler"])
 @pytest.mark.parametrize("faulty", [typo, attribute_typo])
-def test_a_strict_guard_raises_instead_of_launching(run: Callable[..., optuna.Study], faulty: Callable[..., Any]) -> None:
+def test_a_strict_guard_raises_instead_of_launching(way: str, faulty: Callable[..., Any]) -> None:
     trained = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -320,29 +322,9 @@ def test_a_strict_guard_raises_instead_of_launching(run: Callable[..., optuna.St
         return value
 
     with pytest.raises(UnguardedTrialError, match=r"widht|params"):
-        run(objective, build=faulty)
+        run_strictly(objective, way, build=faulty)
     assert not trained
-    assert len(run(objective).trials) >= 3
-
-
-def test_strict_guard_ends_study_that_never_asks() -> None:
-    """Nobody can know before its first trial has ended; the second fails at its first suggestion."""
-    study = optuna.create_study(pruner=make_pruner(strict=True))
-    with pytest.raises(UnguardedTrialError, match=r"does not call trial.should_prune\(\)"):
-        study.optimize(never_asks, n_trials=3)
-    assert [trial.state for trial in study.trials] == [COMPLETE, FAIL]
-
-
-def test_strict_inline_guard_needs_something_to_judge() -> None:
-    guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, strict=True)
-
-    def objective(trial: optuna.Trial) -> float:
-        trial.suggest_int("width", SMALL, LARGE)
-        with guard.trial(trial):
-            raise AssertionError("launched")
-
-    with pytest.raises(UnguardedTrialError, match="does not know what the trials run"):
-        optuna.create_study().optimize(objective, n_trials=1)
+    assert len(run_strictly(objective, way).trials) >= 3
 
 
 def test_strict_error_quoting_oom_does_not_prune() -> None:
@@ -352,13 +334,13 @@ def test_strict_error_quoting_oom_does_not_prune() -> None:
         raise ValueError("CUDA out of memory")
 
     with pytest.raises(UnguardedTrialError, match="out of memory"):
-        strict_guarded(never_asks, build=failing)
+        run_strictly(never_asks, build=failing)
 
 
 def test_warnings_point_at_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them pointed at perfguard/guard.py. One of these comes from a thread of Optuna's."""
     monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=4))
-    guard = OptunaGuard(BARE_A100, predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
+    guard = OptunaGuard(**settings(on_violation="warn"))
 
     def inline(trial: optuna.Trial) -> float:
         with guard.trial(trial, nn.Linear(64, LARGE), (32, 64), loss=torch.mean):

@@ -120,13 +120,6 @@ def test_pace_needs_evidence_to_break_a_budget(given: Entry, expected: bool) -> 
     assert not breaks_budget(given, None, 0.05)
 
 
-def test_restarted_trial_adds_up_time_and_steps() -> None:
-    trial = entry(num_steps=100, total_time_s=10.0)
-    trial.restart()
-    trial.report = {"num_steps": 50, "total_time_s": 4.0}
-    assert (trial.num_steps, trial.elapsed_s) == (150, 14.0)
-
-
 def test_outside_ray_a_block_is_measured_all_the_same() -> None:
     with perfguard_ray.measure() as measured_run:
         train_steps({}, 3)
@@ -377,10 +370,11 @@ def test_rejections_and_counts_outlive_the_driver() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.filterwarnings("ignore:A trial ended without reporting")
 def test_costs_and_failures_of_trials_are_logged(tmp_path: Path) -> None:
-    whats = ["ok", "silent", "oom", "failed"]
-    results, rows, predictor = run(tmp_path, train, {"what": tune.grid_search(whats)}, reuse_actors=True)
+    whats = ["ok", "silent", "oom", "failed", "silent"]
+    with pytest.warns(MeasurementWarning, match=r"Put `with perfguard_ray.measure\(\):` around the body") as caught:
+        results, rows, predictor = run(tmp_path, train, {"what": tune.grid_search(whats)}, reuse_actors=True)
+    assert len(caught) == 1
     assert results.num_errors == 2
     logged = by(rows, "what")
     assert {what: row.status for what, row in logged.items()} == {"ok": "ok", "oom": "oom", "failed": "failed", "silent": "ok"}
@@ -393,15 +387,6 @@ def test_costs_and_failures_of_trials_are_logged(tmp_path: Path) -> None:
     assert {status: measurement.num_steps for status, measurement in learnt.items()} == {"ok": 12, "oom": 6}
     (best,) = (result for result in results if result.config["what"] == "ok")
     assert best.metrics["perfguard/num_steps"] == 12
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
-def test_trials_that_never_report_are_pointed_out_once(tmp_path: Path) -> None:
-    with pytest.warns(MeasurementWarning, match=r"Put `with perfguard_ray.measure\(\):` around the body") as caught:
-        _, rows, _ = run(tmp_path, lambda _config: {"loss": 1.0}, {"width": tune.grid_search([4, 8])}, reuse_actors=True)
-    assert len(caught) == 1
-    assert [row.status for row in rows] == ["ok", "ok"]
 
 
 @pytest.mark.slow
@@ -639,16 +624,3 @@ def test_ray_train_trial_is_measured_in_its_worker(tmp_path: Path) -> None:
     assert results.num_errors == 0
     assert [row.status for row in rows] == ["ok"]
     assert [observation.measurement.num_steps for observation in predictor.learnt] == [10]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a cluster without a GPU")
-def test_worker_without_gpu_is_not_measured_as_gpu(local_ray: None, tmp_path: Path) -> None:
-    """Finding 1: in Ray "35.0 GiB predicted, 124 KiB measured, ok, confidence high", without a word."""
-    with pytest.warns(MeasurementWarning, match="has no NVIDIA A100.*nothing is learnt"):
-        _, rows, predictor = run(tmp_path, train, {"width": 8}, gpu="a100")
-    assert [bool(row.not_measured) for row in rows] == [True]
-    assert predictor.learnt == []
-    with MeasurementStore(str(tmp_path / "log.db")) as store:
-        assert store.observations("a100-pcie-40gb") == []
-        assert store.device_ids() == ["cpu"]

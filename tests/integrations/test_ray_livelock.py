@@ -20,7 +20,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import Device, Estimate, Guard, OpGraph, Prediction, Workload
-from perfguard.exceptions import NothingFeasibleWarning
+from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
 from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -144,7 +144,8 @@ def test_search_that_finds_nothing_sure_launches_what_likely_fits() -> None:
     searcher = Repeating("loss", "min")
     searcher.width = 8  # which surely fits by its least memory
     search = PerfGuardSearcher(searcher, build=build, **{**OPTIONS, "predictor": Unsure()})
-    assert search.suggest("a") == {"width": 8}
+    with pytest.warns(BudgetWarning, match=r"No proposal is certain to fit \(30 in a row\)"):
+        assert search.suggest("a") == {"width": 8}
     summary = perfguard_ray.summarize(search)
     assert (summary.num_launched, summary.num_pruned, summary.num_repeated) == (1, 0, 29), "after 30 rejections in a row"
 
@@ -256,6 +257,7 @@ def test_grid_point_is_judged_once_for_all_draws(tmp_path: Path) -> None:
     rows = search.ledger.guard.log.records()
     assert Counter(row.params["width"] for row in rows if row.is_pruned) == {4096: 1, 8192: 1, 5000: 1, 6000: 1}
     assert len(rows) == 12
+    assert search.ledger.num_repeated == 4 * 99, "a part is given up once"
 
 
 @pytest.mark.slow
