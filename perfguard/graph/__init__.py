@@ -1,6 +1,6 @@
 """A workload as a graph of the operators that its step executes."""
 
-from perfguard.graph.allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
+from perfguard.graph.allocator import AllocatorReplay, replay_allocator
 from perfguard.graph.cache import TraceCache
 from perfguard.graph.costs import KIND_INDEX, OP_KINDS
 from perfguard.graph.kernels import opaque
@@ -24,8 +24,6 @@ __all__ = [
     "OP_KINDS",
     "TRACED_AS_EAGER",
     "AllocatorReplay",
-    "AllocatorSettings",
-    "CachingAllocator",
     "Op",
     "OpGraph",
     "OperatorCost",

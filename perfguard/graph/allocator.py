@@ -7,10 +7,8 @@ driver sees is the segments. One stream is assumed, as in ordinary training.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -35,15 +33,8 @@ _LARGE_POOL = 1 << _ADDRESS_BITS - 1
 """The first address of the large pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorSettings:
-    """The settings of `PYTORCH_CUDA_ALLOC_CONF`, and cuBLAS's workspaces."""
-
-    expandable_segments: bool = False
-    max_split_bytes: int | None = None
-    """`max_split_size_mb` in bytes: larger blocks are not split, and not given to smaller requests."""
-    cublas_workspace_bytes: int = 8_519_680
-    """Workspace that PyTorch allocates at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
+CUBLAS_WORKSPACE = 8_519_680
+"""Bytes that PyTorch allocates at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
 
 
 class AllocatorReplay(NamedTuple):
@@ -56,19 +47,13 @@ class AllocatorReplay(NamedTuple):
 
 
 class CachingAllocator:
-    """One device's allocator.
+    """One device's allocator, with PyTorch's default settings.
 
     A free block is one integer, its size and then its address, so that sorted integers are in the order of the best fit. Between
     two segments an address is left out, so that only neighbours in one segment are merged.
     """
 
-    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:
-        self._expands = settings.expandable_segments
-        self._limit = settings.max_split_bytes
-        self._is_default = not self._expands and self._limit is None
-        self._kept_whole = 0, 0 if self._expands else SMALL_REQUEST
-        """A rest of up to so many bytes is not split off, by pool."""
-        self._split_below = math.inf, math.inf if self._expands or self._limit is None else self._limit
+    def __init__(self) -> None:
         self._free: tuple[list[int], list[int]] = [], []
         """The small and the large pool."""
         self._size_from: dict[int, int] = {}
@@ -81,16 +66,6 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
 
-    def malloc(self, num_bytes: int) -> int | None:
-        """A block of at least ``num_bytes``, to be handed to :meth:`free`; None for none."""
-        blocks = [0]
-        self.run([0], [rounded(max(num_bytes, 0))], blocks)
-        return blocks[0] or None
-
-    def free(self, block: int | None) -> None:
-        """Give ``block`` back; it is merged with free neighbours."""
-        self.run([~0], [0], [block or 0])
-
     def run(self, events: Iterable[int], sizes: Sequence[int], blocks: list[int]) -> None:
         """Allocate and free in the order of ``events``, all in one loop: a step has thousands.
 
@@ -99,8 +74,7 @@ class CachingAllocator:
             sizes: of the blocks, from :func:`rounded`.
             blocks: those that are there; 0: not there. They are changed in place.
         """
-        both, size_from, size_to, is_default = self._free, self._size_from, self._size_to, self._is_default
-        kept_whole, split_below = self._kept_whole, self._split_below
+        both, size_from, size_to = self._free, self._size_from, self._size_to
         allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
         for event in events:
             if event < 0:
@@ -124,19 +98,19 @@ class CachingAllocator:
             size = sizes[event]
             if not size:
                 continue
-            pool = size > SMALL_REQUEST
-            free = both[pool]
+            is_large = size > SMALL_REQUEST
+            free = both[is_large]
             at = bisect_left(free, size << _ADDRESS_BITS)
-            if not is_default:
-                at = self._fitting(at, size, pool)
             if at < len(free):
                 block = free.pop(at)
                 has, address = block >> _ADDRESS_BITS, block & _ADDRESS
                 del size_from[address], size_to[address + has]
             else:
-                has, address = self._new_block(size, pool)
+                has, address = segment_size(size), self._ends[is_large]
+                self._ends[is_large] += has + MIN_BLOCK
+                self.reserved_bytes += has
             rest = has - size
-            if rest > kept_whole[pool] and size < split_below[pool]:
+            if rest > (SMALL_REQUEST if is_large else 0):  # a smaller rest is not split off
                 start = address + size
                 insort(free, rest << _ADDRESS_BITS | start)
                 size_from[start] = size_to[start + rest] = rest
@@ -146,39 +120,6 @@ class CachingAllocator:
             if allocated > peak:
                 peak = allocated
         self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
-
-    def _fitting(self, at: int, size: int, pool: int) -> int:
-        """The index of the free block that is taken, where the one at ``at`` is the smallest that is large enough."""
-        free = self._free[pool]
-        if at == len(free):
-            return at
-        block = free[at]
-        has, end = block >> _ADDRESS_BITS, (block >> _ADDRESS_BITS) + (block & _ADDRESS)
-        if self._expands and end == self._ends[pool] and at + 1 < len(free):
-            at += 1  # the last block can grow, so it counts as the largest
-            has = free[at] >> _ADDRESS_BITS
-        if pool and self._limit is not None:
-            is_too_large = has >= self._limit if size < self._limit else has >= size + LARGE_SEGMENT
-            return len(free) if is_too_large else at
-        return at
-
-    def _new_block(self, size: int, pool: int) -> tuple[int, int]:
-        """The size and the address of a block from the driver."""
-        end = self._ends[pool]
-        if not self._expands:
-            segment = segment_size(size)
-            self._ends[pool] += segment + MIN_BLOCK
-            self.reserved_bytes += segment
-            return segment, end
-        page = LARGE_SEGMENT if pool else SMALL_SEGMENT
-        have = self._size_to.pop(end, 0)
-        if have:
-            free = self._free[pool]
-            del free[bisect_left(free, have << _ADDRESS_BITS | end - have)], self._size_from[end - have]
-        mapped = -(-(size - have) // page) * page
-        self._ends[pool] += mapped
-        self.reserved_bytes += mapped
-        return have + mapped, end - have
 
 
 def rounded(num_bytes: int) -> int:
@@ -256,18 +197,13 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
     return _Program(made(lasting), first + last, later + last, [*inputs, *kept])
 
 
-def replay_allocator(graph: OpGraph, settings: AllocatorSettings = AllocatorSettings()) -> AllocatorReplay:
-    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator.
-
-    Args:
-        graph: the traced step.
-        settings: of the allocator. PyTorch's defaults by default.
-    """
+def replay_allocator(graph: OpGraph) -> AllocatorReplay:
+    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
     program, number = _program_of(graph.ops, graph.storages), len(graph.storages)
-    sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), rounded(settings.cublas_workspace_bytes)]
+    sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), rounded(CUBLAS_WORKSPACE)]
     sizes += [0] * len(program.carried)
     blocks = [0] * len(sizes)
-    allocator = CachingAllocator(settings)
+    allocator = CachingAllocator()
     allocator.run(program.lasting, sizes, blocks)
     allocator.run(program.first, sizes, blocks)
     # The first step makes the optimizer's state in the middle, the second finds the cache as it left it. A step that takes

@@ -1,20 +1,21 @@
 """Graphs of equal workloads: one trace serves all.
 
 A study traces the same network many times, with another learning rate or seed. Two workloads with equal keys have the same graph.
-A key has the tree of modules by value, the shapes and dtypes of all tensors, and every hyperparameter that changes a step. Where
-something cannot be compared by value, there is no key, and the workload is traced.
+A key is the workload as pickle writes it: the tree of modules by value, the shapes and dtypes of all tensors, and every
+hyperparameter that changes a step. Where something cannot be compared by value, there is no key, and the workload is traced.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
+import io
+import pickle
 import threading
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,13 +30,11 @@ from perfguard.workload import TensorSpec, Workload, mapped
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
-_EXACTLY_PLAIN = frozenset(_PLAIN)
-_CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
-_EMPTY = frozenset({dict, OrderedDict, set})  # most attributes of a module are empty dictionaries of hooks
-_OF_COMPILER = frozenset({"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"})
+_OF_COMPILER = ("_compiled_call_impl", "_is_torch_compile", "_compile_kwargs")
 """Attributes by which torch.compile marks a module, and Lightning's own torch.compile."""
-_MOST_VALUES = 200_000
+_LEAVES = (type, types.CodeType, types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, torch._ops.OpOverload,
+           torch.dtype, torch.device, torch.memory_format)  # fmt: skip
+"""What is compared as it is."""
 
 
 class TraceCache:
@@ -65,7 +64,7 @@ class TraceCache:
 
 
 class _Indescribable(Exception):
-    """Something that cannot be compared by value, such as an open file."""
+    """Something that cannot be compared by value, such as the numbers in a tensor."""
 
 
 def structure_of(workload: Workload, target: Target) -> Hashable | None:
@@ -73,23 +72,20 @@ def structure_of(workload: Workload, target: Target) -> Hashable | None:
 
     What code reads from global variables is not seen.
     """
-    describe = _Describer(compiled=workload.compiled)
+    written = _Bounded()
+    pickler = _ByValue(written, compiled=workload.compiled)
     try:
-        parts: list[Hashable] = [target, _ambient()]
-        for field in fields(workload):
-            value = getattr(workload, field.name)
-            if field.name in ("inputs", "targets"):
-                parts.append(describe(mapped(value, _leaf)))
-            elif field.name == "optimizer":
-                parts.append(_optimizer(value, describe) if workload.mode == "train" else None)
-            elif field.name not in ("steps", "steps_per_epoch"):  # they change no step
-                parts.append(describe(value))
-        return tuple(parts)
-    except (_Indescribable, RecursionError, AttributeError, TypeError, ValueError):
+        parts = {field.name: getattr(workload, field.name) for field in fields(workload)}
+        del parts["steps"], parts["steps_per_epoch"]  # they change no step
+        parts["inputs"], parts["targets"] = mapped(workload.inputs, _sizes), mapped(workload.targets, _sizes)
+        parts["optimizer"] = _optimizer(workload.optimizer) if workload.mode == "train" else None
+        pickler.dump((_ambient(), parts))
+    except Exception:  # whatever the user's objects raise when they are pickled
         return None
+    return target, written.getvalue(), tuple(pickler.leaves)
 
 
-def _leaf(leaf: Any) -> Any:
+def _sizes(leaf: Any) -> Any:
     """A tensor of a batch, of which only shape and dtype are read. Its strides would be, too, so it must be contiguous."""
     if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous():
         raise _Indescribable
@@ -107,167 +103,103 @@ def _ambient() -> Hashable:
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
 
 
-def _optimizer(value: Any, describe: _Describer) -> Hashable:
-    """Key of an optimizer. Only whether a number is zero matters: lr and betas change no kernel."""
+def _optimizer(value: Any) -> Any:
+    """What matters of an optimizer. Of a number only whether it is zero: lr and betas change no kernel."""
     if isinstance(value, Mapping):
-        return tuple((path, _optimizer(item, describe)) for path, item in value.items())
+        return {path: _optimizer(item) for path, item in value.items()}
     if isinstance(value, functools.partial) and isinstance(value.func, type) and issubclass(value.func, torch.optim.Optimizer):
-        numbers = tuple((key, _kind_of(item, describe)) for key, item in sorted(value.keywords.items()))
-        return describe(value.func), describe(value.args), numbers
+        return value.func, value.args, _without_numbers(value.keywords)
     if isinstance(value, torch.optim.Optimizer):
-        groups = tuple(
-            (
-                tuple((key, _kind_of(item, describe)) for key, item in sorted(group.items()) if key != "params"),
-                tuple(map(describe, group["params"])),
-            )
-            for group in value.param_groups
-        )
-        return type(value), groups
-    return describe(value)
+        return type(value), [_without_numbers(group) for group in value.param_groups]
+    return value
 
 
-def _kind_of(value: Any, describe: _Describer) -> Hashable:
+def _without_numbers(value: Any) -> Any:
     if isinstance(value, float):
         return float, value != 0
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(_kind_of(item, describe) for item in value)
-    return describe(value)
+        return type(value), [_without_numbers(item) for item in value]
+    return {key: _without_numbers(value[key]) for key in sorted(value)} if isinstance(value, Mapping) else value
 
 
-class _Describer:
-    """Values by content, objects that were met before by the order of their first meeting (so that ties are kept)."""
+class _Bounded(io.BytesIO):
+    """A file in memory. A data set of the user's, for instance, is not compared."""
 
-    def __init__(self, *, compiled: bool) -> None:
-        self._compiled = compiled
-        self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []
-        self._classes: set[type] = set()
-
-    def __call__(self, value: Any) -> Hashable:
-        kind = type(value)
-        if kind in _EXACTLY_PLAIN:
-            return kind, value
-        if (kind is dict or kind is OrderedDict) and not value:  # the hooks that a module does not have
-            return kind
-        if isinstance(value, type):
-            return value
-        key = id(value)
-        if key in self._seen:
-            return "again", self._seen[key]
-        self._seen[key] = len(self._seen)
-        self._kept.append(value)  # an id is good as long as its object lives
-        if len(self._kept) > _MOST_VALUES:
+    def write(self, data: Any) -> int:
+        most_bytes = 2**24
+        if self.tell() + len(data) > most_bytes:
             raise _Indescribable
-        return self._describe(value)
+        return super().write(data)
 
-    def _describe(self, value: Any) -> Hashable:
+
+class _ByValue(pickle.Pickler):
+    """Writes values by content, and an object that was met before as a reference to it (so that ties are kept)."""
+
+    def __init__(self, file: _Bounded, *, compiled: bool) -> None:
+        super().__init__(file, protocol=5)
+        self.leaves: list[Hashable] = []
+        """Classes, code and so on, in the order in which they are met."""
+        self._compiled = compiled
+        self._shapes_alone: set[int] = set()
+        """Ids of parameters and buffers: a trace does not read their values."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what is written in place of ``value``, when it is met for the first time."""
+        if value is _leaf:
+            return NotImplemented
+        if isinstance(value, _LEAVES):
+            self.leaves.append(value)
+            return _leaf, (_plain_attributes(value) if isinstance(value, type) else (),)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return self._module(value)
-        if isinstance(value, (tuple, list)):
-            return type(value), tuple(map(self, value)), self._state(value)
-        if isinstance(value, Mapping):
-            return type(value), self._items(value), self._state(value)
-        if isinstance(value, (set, frozenset)):
-            if not all(isinstance(item, _PLAIN) for item in value):
-                raise _Indescribable
-            return type(value), frozenset(value)
-        if isinstance(value, enum.Enum):
-            return value
-        if isinstance(value, _PLAIN):
-            return type(value), value
         if isinstance(value, types.FunctionType):
             inside = function_inside(value)
             if inside is not None:
                 return self._wrapped(inside)
-            cells = tuple(self(cell.cell_contents) for cell in value.__closure__ or ())
-            state = self(value.__dict__) if value.__dict__ else None
-            return value.__code__, self(value.__defaults__), self(value.__kwdefaults__), cells, state
-        if isinstance(value, types.MethodType):
-            return types.MethodType, self(value.__func__), self(value.__self__)
-        if isinstance(value, functools.partial):
-            return functools.partial, self(value.func), self(value.args), self(value.keywords)
+            cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+            return types.FunctionType, (value.__code__,), (value.__defaults__, value.__kwdefaults__, cells, vars(value))
         if isinstance(value, weakref.ref):
-            return weakref.ref, self(value())
-        if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, torch._ops.OpOverload)):
-            return value
-        if is_dataclass(value) or type(value).__module__ not in ("builtins", "_io", "_thread", "threading"):
-            return type(value), self._state(value)
-        raise _Indescribable
+            return weakref.ref, (value(),)
+        return NotImplemented
 
-    def _module(self, module: nn.Module) -> Hashable:
-        """Describe parameters and buffers by their shapes, which are all that a trace reads, and other objects by value."""
-        if module_inside(module) is not module:
-            return self._wrapped(module_inside(module))
-        state = vars(module)
-        tensors = tuple(
-            (name, None if tensor is None else self._known_tensor(tensor))
-            for kind in ("_parameters", "_buffers")
-            for name, tensor in state[kind].items()
-        )
-        rest: list[Hashable] = []
-        for key, item in state.items():
-            kind = type(item)
-            if key in _OF_COMPILER:  # None: it is not compiled
-                rest += [] if self._compiled or item is None else ["compiled"]
-            elif kind in _EXACTLY_PLAIN:
-                rest.append((key, kind, item))
-            elif kind in _EMPTY and not item:
-                rest.append((key, kind))
-            elif key not in ("_parameters", "_buffers"):
-                rest.append((key, self(item)))
-        return type(module), self._class_attributes(type(module)), tensors, tuple(rest)
-
-    def _wrapped(self, inside: Any) -> Hashable:
-        """Key of what torch.compile wraps: of a part of the model it matters that it is compiled, since the graph says so."""
-        return self(inside) if self._compiled else ("compiled", self(inside))
-
-    def _class_attributes(self, cls: type) -> Hashable:
-        """Plain values that a class of the user's own holds for all its instances: they may have been changed."""
-        if cls in self._classes:
-            return None
-        self._classes.add(cls)
-        return tuple(
-            (name, value)
-            for base in cls.__mro__
-            if not base.__module__.startswith(("torch.", "builtins"))
-            for name, value in vars(base).items()
-            if type(value) in _EXACTLY_PLAIN
-        )
-
-    def _state(self, value: Any) -> Hashable:
-        """Attributes of an object that is no plain container, wherever it keeps them."""
-        kind = type(value)
-        if kind in _CONTAINERS:
-            return None
-        parts: list[Hashable] = []
-        for base in kind.__mro__:
-            slots = vars(base).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else tuple(slots):
-                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    parts.append((name, self(getattr(value, name))))
-        state = getattr(value, "__dict__", None)
-        if state is None and not parts and not isinstance(value, (tuple, list, Mapping)):
+    def _tensor(self, value: torch.Tensor) -> Any:
+        if not value.is_meta and id(value) not in self._shapes_alone:  # its values may be read
             raise _Indescribable
-        return (*parts, self._items(state or {}))
-
-    def _known_tensor(self, tensor: torch.Tensor) -> Hashable:
-        if id(tensor) in self._seen:
-            return "again", self._seen[id(tensor)]
-        self._seen[id(tensor)] = len(self._seen)
-        self._kept.append(tensor)
-        return self._tensor_key(tensor)
-
-    def _items(self, value: Mapping[Any, Any]) -> Hashable:
-        return tuple([(key if type(key) is str else self(key), self(item)) for key, item in value.items()])
-
-    def _tensor(self, value: torch.Tensor) -> Hashable:
-        if not value.is_meta:  # its values may be read
-            raise _Indescribable
-        return self._tensor_key(value)
-
-    def _tensor_key(self, value: torch.Tensor) -> Hashable:
         if value.grad_fn is not None or type(value) not in (torch.Tensor, nn.Parameter):
             raise _Indescribable
-        return type(value), value.shape, value.stride(), value.dtype, value.requires_grad
+        return type(value), (tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
+
+    def _module(self, module: nn.Module) -> Any:
+        inside = module_inside(module)
+        if inside is not module:
+            return self._wrapped(inside)
+        attributes = vars(module)
+        is_compiled = not self._compiled and any(attributes.get(name) is not None for name in _OF_COMPILER)
+        state = {
+            name: value
+            for name, value in attributes.items()
+            if name not in _OF_COMPILER and (not isinstance(value, dict) or value)  # most dictionaries of hooks are empty
+        }
+        self._shapes_alone.update(map(id, (*module._parameters.values(), *module._buffers.values())))
+        return type(module), (is_compiled,), state
+
+    def _wrapped(self, inside: Any) -> Any:
+        """What torch.compile wraps: of a part of the model it matters that it is compiled, since the graph says so."""
+        return self.reducer_override(inside) if self._compiled else (torch.compile, (inside,))
+
+
+def _leaf(attributes: Any) -> None:
+    """Stands for a leaf in the bytes."""
+
+
+def _plain_attributes(cls: type) -> list[tuple[str, Any]]:
+    """Plain values that a class of the user's own holds for all its instances: they may have been changed."""
+    return [
+        (name, value)
+        for base in cls.__mro__
+        if not base.__module__.startswith(("torch.", "builtins"))
+        for name, value in vars(base).items()
+        if type(value) in (bool, int, float, complex, str, bytes, type(None))
+    ]

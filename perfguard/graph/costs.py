@@ -133,9 +133,7 @@ def bytes_taken(name: str, inputs: Sequence[torch.Tensor], written: int) -> int:
 def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating-point operations of one call; a multiply-add counts as two."""
     if kind == "conv":
-        return _convolution_flops(args, out)
-    if kind == "conv_backward":
-        return _convolution_backward_flops(args)
+        return product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
     if (counter := _OWN_COUNTERS.get(name)) is not None:
         return counter(args)
     counter = flop_registry.get(func.overloadpacket)
@@ -174,10 +172,6 @@ def product_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequenc
     return 2 * inputs[0] * positions * math.prod(weight)
 
 
-def _convolution_flops(args: Sequence[Any], out: torch.Tensor) -> int:
-    return product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
-
-
 def _convolution_backward_flops(args: Sequence[Any]) -> int:
     grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
     one = product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
@@ -196,20 +190,20 @@ def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.S
     return 2 * heads * query[-2] * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
-def fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
-    """FLOPs of a fused recurrent layer. Each weight is used once at each position; a multiply-add counts as two."""
-    positions = input.shape[:-1].numel()
-    return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
+def _fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Each weight is used once at each position."""
+    return 2 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 # Operators that torch's registry does not know.
 _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
+    "convolution_backward": _convolution_backward_flops,
     "_scaled_dot_product_flash_attention_for_cpu": lambda args: attention_flops(*(tensor.shape for tensor in args[:3])),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_backward_flops(
         *(tensor.shape for tensor in args[1:4])
     ),
-    "fused_rnn": lambda args: fused_rnn_flops(args[0], args[3]),
-    "fused_rnn_backward": lambda args: 2 * fused_rnn_flops(args[1], args[5]),
+    "fused_rnn": lambda args: _fused_rnn_flops(args[0], args[3]),
+    "fused_rnn_backward": lambda args: 2 * _fused_rnn_flops(args[1], args[5]),
 }
 
 

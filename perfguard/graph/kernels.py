@@ -182,12 +182,12 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _RESERVED = {"lstm": 6, "gru": 4, "rnn_tanh": 1, "rnn_relu": 1}
 
 _library.define(
-    "fused_rnn(Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, int gates, int reserved, int num_layers, "
-    "int num_directions, bool train) -> (Tensor, Tensor, Tensor, Tensor)"
+    "fused_rnn(Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, int num_directions, int num_reserved) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "fused_rnn_backward(Tensor grad_output, Tensor input, Tensor output, Tensor hx, Tensor? cx, Tensor[] weights, "
-    "Tensor reserve, int gates, int num_layers, int num_directions) -> Tensor[]"
+    "Tensor reserve) -> Tensor[]"
 )
 
 
@@ -197,33 +197,19 @@ def _rnn_on_meta(
     hx: torch.Tensor,  # shape: (layers * directions, batch, output size)
     cx: torch.Tensor | None,  # shape: (layers * directions, batch, hidden size); of an LSTM only
     weights: Sequence[torch.Tensor],
-    gates: int,
-    reserved: int,
-    num_layers: int,
     num_directions: int,
-    train: bool,
+    num_reserved: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     output = input.new_empty(*input.shape[:-1], hx.shape[-1] * num_directions)
-    positions = input.shape[:-1].numel()
-    hidden = weights[0].shape[0] // gates
-    kept = reserved * hidden * num_directions * num_layers + hx.shape[-1] * num_directions * (num_layers - 1)
-    reserve = input.new_empty(positions * kept if train else 0)
-    return output, torch.empty_like(hx), input.new_empty(0) if cx is None else torch.empty_like(cx), reserve
+    cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
+    return output, torch.empty_like(hx), cy, input.new_empty(num_reserved)
 
 
 @torch.library.impl(_library, "fused_rnn_backward", "Meta")
 def _rnn_backward_on_meta(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    output: torch.Tensor,
-    hx: torch.Tensor,
-    cx: torch.Tensor | None,
-    weights: Sequence[torch.Tensor],
-    reserve: torch.Tensor,
-    gates: int,
-    num_layers: int,
-    num_directions: int,
-) -> list[torch.Tensor]:
+    grad_output: torch.Tensor, input: torch.Tensor, output: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None,
+    weights: Sequence[torch.Tensor], reserve: torch.Tensor,
+) -> list[torch.Tensor]:  # fmt: skip
     states = [hx] if cx is None else [hx, cx]
     return [torch.empty_like(tensor) for tensor in (input, *states, *weights)]
 
@@ -231,26 +217,18 @@ def _rnn_backward_on_meta(
 class _FusedRnn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: str, num_layers: int, num_directions: int, train: bool,
+        ctx: Any, num_directions: int, num_reserved: int,
         input: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        gates = _GATES[kind]
-        output, hy, cy, reserve = torch.ops.perfguard.fused_rnn(
-            input, hx, cx, weights, gates, _RESERVED[kind], num_layers, num_directions, train
-        )
+        output, hy, cy, reserve = torch.ops.perfguard.fused_rnn(input, hx, cx, weights, num_directions, num_reserved)
         ctx.save_for_backward(input, output, hx, cx, reserve, *weights)
-        ctx.geometry = gates, num_layers, num_directions
         return output, hy, cy
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         input, output, hx, cx, reserve, *weights = ctx.saved_tensors
-        grad_input, grad_hx, *rest = torch.ops.perfguard.fused_rnn_backward(
-            grad_output, input, output, hx, cx, weights, reserve, *ctx.geometry
-        )
-        if cx is None:
-            return None, None, None, None, grad_input, grad_hx, None, *rest
-        return None, None, None, None, grad_input, grad_hx, *rest
+        grad_input, grad_hx, *rest = torch.ops.perfguard.fused_rnn_backward(grad_output, input, output, hx, cx, weights, reserve)
+        return None, None, grad_input, grad_hx, *([None] if cx is None else []), *rest
 
 
 def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> bool:
@@ -264,7 +242,11 @@ def fused_rnn(kind: str, input: torch.Tensor, *args: Any) -> tuple[torch.Tensor,
     packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
     states, weights, _biases, num_layers, _dropout, train, bidirectional = args[1:8] if packed else args[:7]
     hx, cx = states if kind == "lstm" else (states, None)
-    output, hy, cy = _FusedRnn.apply(kind, num_layers, 2 if bidirectional else 1, train, input, hx, cx, *weights)  # type: ignore[no-untyped-call]
+    num_directions = 2 if bidirectional else 1
+    hidden, width = weights[0].shape[0] // _GATES[kind], hx.shape[-1]
+    kept = _RESERVED[kind] * hidden * num_directions * num_layers + width * num_directions * (num_layers - 1)
+    num_reserved = input.shape[:-1].numel() * kept if train else 0
+    output, hy, cy = _FusedRnn.apply(num_directions, num_reserved, input, hx, cx, *weights)  # type: ignore[no-untyped-call]
     return (output, hy, cy) if kind == "lstm" else (output, hy)
 
 
@@ -501,8 +483,7 @@ class DevicePaths(TorchFunctionMode):
         cacheable = tensor.dtype is torch.float32 and dtype in _HALF and tensor.requires_grad and tensor.is_leaf
         if not cacheable or tensor._is_view() or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
-        casts = cast_weights()
-        key = id(tensor), dtype
+        casts, key = _of_thread.casts, (id(tensor), dtype)
         if key not in casts:
             casts[key] = tensor, tensor.to(dtype)
         return casts[key][1]
@@ -529,19 +510,20 @@ def _without_overrides(func: types.FunctionType) -> types.FunctionType | None:
 
 
 _lock = threading.Lock()
-_of_thread = threading.local()
 _num_inside = 0
 _USE_ORIGINAL = object()
 """The answer of one who leaves it to the original."""
 _restoring = ExitStack()
 
 
-def cast_weights() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
-    """Autocast's cache of weights on meta, of this thread: (id, dtype) → the weight and its copy."""
-    if not hasattr(_of_thread, "casts"):
-        _of_thread.casts = {}
-    casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = _of_thread.casts
-    return casts
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.device_type = "cuda"
+        self.casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Autocast's cache of weights on meta: (id, dtype) → the weight and its copy."""
+
+
+_of_thread = _OfThread()
 
 
 @contextmanager
@@ -568,7 +550,7 @@ def device_semantics(device_type: str) -> Iterator[None]:
     try:
         yield
     finally:
-        cast_weights().clear()
+        _of_thread.casts.clear()
         with _lock:
             _num_inside -= 1
             if _num_inside == 0:
@@ -611,7 +593,7 @@ def _replace(owner: Any, name: str, override: Callable[..., Any]) -> None:
 
 
 def _clear_casts() -> object:
-    cast_weights().clear()
+    _of_thread.casts.clear()
     return _USE_ORIGINAL
 
 
@@ -620,7 +602,7 @@ def _rename_meta(autocast: Any) -> None:
     original = autocast.__init__
 
     def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, getattr(_of_thread, "device_type", "cuda") if device_type == "meta" else device_type, *args, **kwargs)
+        original(self, _of_thread.device_type if device_type == "meta" else device_type, *args, **kwargs)
 
     _restoring.callback(setattr, autocast, "__init__", original)
     autocast.__init__ = renamed

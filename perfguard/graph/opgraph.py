@@ -253,25 +253,18 @@ class OpGraph:
             ):
                 raise ValueError("an index is out of range")
             return graph
-        except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WorkloadError(f"A stored graph is damaged ({error}); trace the workload again.") from error
 
 
 def _op_from_json(row: list[Any]) -> Op:
-    name, kind, phase, flops, read, written, inputs, outputs, module, shape, dtype, attributes = row
-    return Op(
-        name,
-        kind,
-        Phase(phase),
-        flops,
-        read,
-        written,
-        tuple(inputs),
-        tuple(outputs),
-        module,
-        tuple(shape),
-        dtype,
-        {key: tuple(value) if isinstance(value, list) else value for key, value in attributes.items()},
+    op = Op(*row)
+    return op._replace(
+        phase=Phase(op.phase),
+        inputs=tuple(op.inputs),
+        outputs=tuple(op.outputs),
+        shape=tuple(op.shape),
+        attributes={key: tuple(value) if isinstance(value, list) else value for key, value in op.attributes.items()},
     )
 
 

@@ -61,14 +61,10 @@ class OptimizerOnMeta:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
-        return loss
-
-    def _step(self) -> None:
         with self._around_step(), HOST:
             if not any(self._fused):
                 self._own_step()
-                return
+                return loss
             parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
             state = [
                 value
@@ -77,6 +73,7 @@ class OptimizerOnMeta:
                 if isinstance(value, torch.Tensor) and value.is_meta
             ]
             torch.ops.perfguard.fused_optimizer_(parameters, [parameter.grad for parameter in parameters], state)
+        return loss
 
     def _fill_state(self) -> None:
         for parameter in self.parameters():
@@ -167,21 +164,14 @@ def make_optimizer(given: Any, live_model: nn.Module, model: nn.Module) -> torch
 
 def _twin(live: torch.optim.Optimizer, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
     twins = dict(zip(map(id, live_model.parameters()), model.parameters(), strict=True))
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": _twins_of(group["params"], twins)}
-        for group in live.param_groups
-    ]
-    accepted = type(live).__init__.__code__.co_varnames
-    make: Callable[..., torch.optim.Optimizer] = type(live)
-    with HOST:
-        return make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
-
-
-def _twins_of(parameters: Iterable[torch.Tensor], twins: dict[int, nn.Parameter]) -> list[nn.Parameter]:
     try:
-        return [twins[id(parameter)] for parameter in parameters]
+        groups = [{**group, "params": [twins[id(parameter)] for parameter in group["params"]]} for group in live.param_groups]
     except KeyError:
         raise WorkloadError(
             "Workload.optimizer holds parameters that are not in Workload.model. Give the optimizer of this very model, "
             "or a class or functools.partial that PerfGuard can call with the model's parameters."
         ) from None
+    accepted = type(live).__init__.__code__.co_varnames
+    make: Callable[..., torch.optim.Optimizer] = type(live)
+    with HOST:
+        return make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,21 +48,16 @@ class _Operator(NamedTuple):
     """Position and name of each argument that it writes to."""
 
 
-_operators: dict[torch._ops.OpOverload, _Operator] = {}
-
-
+@functools.cache
 def operator_of(func: torch._ops.OpOverload) -> _Operator:
     """What is known of an operator before a call."""
-    known = _operators.get(func)
-    if known is None:
-        name = func._schema.name.partition("::")[2]
-        writes = tuple(
-            (position, argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        known = _operators[func] = _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
-    return known
+    name = func._schema.name.partition("::")[2]
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
 
 
 class Life(NamedTuple):
@@ -115,29 +111,24 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, _Reference] = {}
         self._dead: list[_Reference] = []
         """Storages that died since the last burial. ``append`` notes them: Ctrl-C within a callback in Python would be lost."""
-        self._bytes: list[int] = []
-        self._kinds: list[StorageKind | None] = []
-        self._births: list[int] = []
-        self._deaths: list[int | None] = []
-        self._names: list[str] = []
-        self._birth_phases: list[Phase] = []
+        self._lives: list[Life] = []
         self._freed_after: int | None = None
-        self.selections = Selections(self._storage_index)
+        self.selections = Selections(self.index_of)
 
     def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
         """Register what is there before the step."""
         for name, tensor in named_tensors:
             if self._own(tensor):
-                self._storage_index(tensor, name=name, kind=kind, birth=-1)
+                self.index_of(tensor, name=name, kind=kind, birth=-1)
 
     def mark(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind, *, anew: bool = False) -> None:
         """Name the role of what was made while recording, unless it has one, or ``anew``."""
         with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
             for name, tensor in named_tensors:
                 if self._own(tensor):
-                    index = self._storage_index(tensor)
-                    if anew or self._kinds[index] is None:
-                        self._kinds[index], self._names[index] = kind, name
+                    index = self.index_of(tensor)
+                    if anew or self._lives[index].kind is None:
+                        self._lives[index] = self._lives[index]._replace(kind=kind, name=name)
 
     def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Call after the backward pass: what the parameters hold now are their gradients."""
@@ -169,8 +160,8 @@ class Recorder(TorchDispatchMode):
         self._bury()
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             index = self._index_by_address.get(tensor.untyped_storage()._cdata)
-            if index is not None and self._births[index] == -1:
-                self._bytes[index] = 0
+            if index is not None and self._lives[index].birth == -1:
+                self._lives[index] = self._lives[index]._replace(num_bytes=0)
 
     def storages(self) -> tuple[Storage, ...]:
         """Recorded storages. Those that are still alive outlive the step."""
@@ -189,8 +180,7 @@ class Recorder(TorchDispatchMode):
     def lives(self) -> list[Life]:
         """What was written down of each storage, in the order of the indices that operators have."""
         self._bury()
-        columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, self._birth_phases, strict=True)
-        return [Life(*row) for row in columns]
+        return [*self._lives]
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -220,8 +210,8 @@ class Recorder(TorchDispatchMode):
         inputs, outputs = self._own((args, kwargs)), self._own(out)
         if not inputs and not outputs:
             return
-        read = tuple(dict.fromkeys(self._storage_index(tensor, birth=self._birth_of_unseen) for tensor in inputs))
-        written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
+        read = tuple(dict.fromkeys(self.index_of(tensor, birth=self._birth_of_unseen) for tensor in inputs))
+        written = tuple(dict.fromkeys(map(self.index_of, outputs)))
         self.selections.note(func, operator.name, args, kwargs, out)
         mutated = self._own([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
         if not operator.launches or (written and not mutated and set(written) <= set(read)):
@@ -237,7 +227,7 @@ class Recorder(TorchDispatchMode):
             bytes_read=bytes_read(operator.name, [*map(_moved_bytes, inputs)], bytes_taken(operator.name, inputs, written_bytes)),
             bytes_written=written_bytes,
             inputs=read,
-            outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
+            outputs=tuple(dict.fromkeys((*written, *map(self.index_of, mutated)))),
             module=module,
             shape=tuple(outputs[0].shape) if outputs else (),
             dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
@@ -273,28 +263,18 @@ class Recorder(TorchDispatchMode):
             return phase, self._module_of_node.get(node._sequence_nr(), "")
         return phase, running
 
-    def index_of(self, tensor: torch.Tensor) -> int:
-        """Return the index of the storage of ``tensor``."""
-        return self._storage_index(tensor)
-
-    def _storage_index(
-        self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None
-    ) -> int:
+    def index_of(self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None) -> int:
+        """Return the index of the storage of ``tensor``; one that was not met before is written down."""
         self._bury()  # its address may be that of a dead one
         storage = tensor.untyped_storage()
         address = storage._cdata
         index = self._index_by_address.get(address)
         if index is not None:
             return index
-        index = len(self._bytes)
+        index = self._index_by_address[address] = len(self._lives)
         phase, module = self._where()
-        self._index_by_address[address] = index
-        self._bytes.append(storage.nbytes())
-        self._kinds.append(kind)
-        self._births.append(len(self.ops) if birth is None else birth)
-        self._deaths.append(None)
-        self._names.append(name or module)
-        self._birth_phases.append(phase)
+        born = len(self.ops) if birth is None else birth
+        self._lives.append(Life(storage.nbytes(), kind, born, None, name or module, phase))
         reference = self._references[index] = _Reference(storage, self._dead.append)
         reference.address, reference.index = address, index
         return index
@@ -306,7 +286,7 @@ class Recorder(TorchDispatchMode):
         death = len(self.ops) - 1 if self._freed_after is None else len(self.ops) + 1 + self._freed_after
         while self._dead:
             reference = self._dead.pop()
-            self._deaths[reference.index] = death
+            self._lives[reference.index] = self._lives[reference.index]._replace(death=death)
             if self._index_by_address.get(reference.address) == reference.index:
                 del self._index_by_address[reference.address]
             self._references.pop(reference.index, None)

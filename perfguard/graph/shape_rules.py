@@ -50,19 +50,11 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return empty_twin(tensor) if _is_dense(tensor) else torch.empty_like(tensor)
 
 
-def _elementwise(*tensors: Any) -> Any:
-    first = tensors[0]
-    if not first.dtype.is_floating_point or not _is_dense(first) or not _alike(first, *tensors[1:]):
-        return NotImplemented
-    return empty_twin(first)
-
-
-def _unary(x: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return _elementwise(x)
-
-
-def _binary(a: torch.Tensor, b: Any, *_: Any, **__: Any) -> Any:
-    return _elementwise(a) if a.dim() and _is_number(b) else _elementwise(a, b)
+def _elementwise(x: torch.Tensor, *others: Any, **_: Any) -> Any:
+    tensors = [other for other in others if not _is_number(other)]
+    if not x.dim() and len(tensors) < len(others):
+        return NotImplemented  # beside a tensor without dimensions, a number decides on the dtype, too
+    return empty_twin(x) if x.dtype.is_floating_point and _is_dense(x) and _alike(x, *tensors) else NotImplemented
 
 
 def _is_number(value: Any) -> bool:
@@ -173,40 +165,21 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.gelu.default: _unary,
-    aten.silu.default: _unary,
-    aten.relu.default: _unary,
-    aten.gelu_backward.default: _binary,
-    aten.silu_backward.default: _binary,
-    aten.threshold_backward.default: _binary,
-    aten.sigmoid_backward.default: _binary,
-    aten.hardswish_backward.default: _binary,
-    aten.hardsigmoid_backward.default: _binary,
-    aten.add.Tensor: _binary,
-    aten.mul.Tensor: _binary,
-    aten.div.Tensor: _binary,
-    aten.sqrt.default: _unary,
     aten.zeros_like.default: _zeros_like,
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.sum.dim_IntList: _sum,
-    aten.add_.Tensor: _in_place,
-    aten.mul_.Tensor: _in_place,
-    aten.addcmul_.default: _in_place,
-    aten.addcdiv_.default: _in_place,
-    aten.lerp_.Scalar: _in_place,
-    aten._foreach_add_.List: _list_in_place,
-    aten._foreach_add_.Scalar: _list_in_place,
-    aten._foreach_mul_.Scalar: _list_in_place,
-    aten._foreach_div_.List: _list_in_place,
-    aten._foreach_div_.ScalarList: _list_in_place,
-    aten._foreach_addcmul_.Scalar: _list_in_place,
-    aten._foreach_addcdiv_.Scalar: _list_in_place,
-    aten._foreach_addcdiv_.ScalarList: _list_in_place,
-    aten._foreach_lerp_.Scalar: _list_in_place,
-    aten._foreach_sqrt.default: _list,
-    aten._foreach_add.List: _list,
-}
+    **dict.fromkeys((aten.gelu.default, aten.silu.default, aten.relu.default, aten.sqrt.default, aten.gelu_backward.default,
+                     aten.silu_backward.default, aten.threshold_backward.default, aten.sigmoid_backward.default,
+                     aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.add.Tensor, aten.mul.Tensor,
+                     aten.div.Tensor), _elementwise),
+    **dict.fromkeys((aten.add_.Tensor, aten.mul_.Tensor, aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar),
+                    _in_place),
+    **dict.fromkeys((aten._foreach_add_.List, aten._foreach_add_.Scalar, aten._foreach_mul_.Scalar, aten._foreach_div_.List,
+                     aten._foreach_div_.ScalarList, aten._foreach_addcmul_.Scalar, aten._foreach_addcdiv_.Scalar,
+                     aten._foreach_addcdiv_.ScalarList, aten._foreach_lerp_.Scalar), _list_in_place),
+    **dict.fromkeys((aten._foreach_sqrt.default, aten._foreach_add.List), _list),
+}  # fmt: skip
 
 
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

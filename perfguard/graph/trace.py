@@ -10,7 +10,7 @@ import copy
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -192,7 +192,8 @@ class _Tracer:
             if not workload.set_to_none:
                 recorder.phase = Phase.OPTIMIZER
                 torch._foreach_zero_([parameter.grad for parameter in trained if parameter.grad is not None])
-            scale = torch.empty(()) if self._scales_gradients else None
+            is_scaled = workload.precision == "amp-fp16" and not self._target.is_cpu
+            scale = torch.empty(()) if is_scaled else None
             keeps = workload.retain == "outputs"
             returned = computed = -1  # the last operators of the first forward pass, and of its loss
             for number in range(workload.accumulation):
@@ -274,26 +275,15 @@ class _Tracer:
         recorder.adopt((("targets", tensor) for tensor in tensors_in(targets)), StorageKind.INPUT)
         return inputs, targets
 
-    @property
-    def _scales_gradients(self) -> bool:
-        return self._workload.precision == "amp-fp16" and not self._target.is_cpu
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
+    def _autocast(self) -> AbstractContextManager[None]:
         dtype = _AUTOCAST.get(self._workload.precision)
-        if dtype is None:
-            yield
-            return
-        with self._paths.autocast(dtype):
-            yield
+        return nullcontext() if dtype is None else self._paths.autocast(dtype)
 
     def _forward(self, inputs: Any) -> Any:
-        model = self._model
         if isinstance(inputs, dict):
-            return self._guarded(lambda: model(**inputs))
-        if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
-            return self._guarded(lambda: model(*inputs))
-        return self._guarded(lambda: model(inputs))
+            return self._guarded(lambda: self._model(**inputs))
+        several = isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence)
+        return self._guarded(lambda: self._model(*inputs) if several else self._model(inputs))
 
     def _loss(self, output: Any, targets: Any) -> torch.Tensor:
         if self._loss_of is not None:
@@ -399,46 +389,34 @@ def _advice(text: str) -> str:
         "What it runs depends on the data. Move that out of the model, describe a fixed case, or wrap the part in "
         "perfguard.opaque(function, example_outputs=...)."
     )
-    value_is_read = f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {data_dependent}"
-    wrong_device = "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer."
-    no_meta_kernel = (
-        "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
-        "perfguard.opaque(function, example_outputs=...)."
-    )
-    sparse = (
-        "PyTorch cannot trace sparse gradients. Describe the model with Embedding(..., sparse=False) and a dense optimizer; that "
-        "counts a dense gradient, more than the sparse one has."
-    )
     full_lengths = 'take `torch.full((len(x),), x.shape[1], device="cpu")` where `x.is_meta`.'
-    arguments = "Workload(inputs=...) gives forward one argument for each item of a tuple, one keyword for each key of a dict."
-    by_sign = {
-        "'lengths' argument should be": f"Packing reads the lengths of the sequences, and a trace has no values: {full_lengths}",
-        "SparseTensorImpl": sparse,
-        "SparseMeta": sparse,
-        "Tensor.item": value_is_read,
-        "_local_scalar_dense": value_is_read,
-        "data-dependent": data_dependent,
-        "numpy": "It leaves torch for numpy. Use torch operators, or wrap the part in "
+    by_signs = {
+        ("'lengths' argument should be",): f"Packing reads the lengths, and a trace has no values: {full_lengths}",
+        ("SparseTensorImpl", "SparseMeta"): "PyTorch cannot trace sparse gradients. Describe the model with Embedding(..., "
+        "sparse=False) and a dense optimizer; that counts a dense gradient, more than the sparse one has.",
+        ("Tensor.item", "_local_scalar_dense"): "A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). "
+        + data_dependent,
+        ("data-dependent",): data_dependent,
+        ("numpy",): "It leaves torch for numpy. Use torch operators, or wrap the part in "
         "perfguard.opaque(function, example_outputs=...).",
-        "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
+        ("Cannot copy out of meta tensor",): "A tensor is copied to another device, or its values are needed. Make tensors on "
         "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...). As the lengths "
         f"of sequences to pack, {full_lengths}",
-        "Expected all tensors to be on the same device": wrong_device,
-        "is not on the expected device meta": wrong_device,
-        "Torch not compiled with CUDA enabled": wrong_device,
-        "Found no NVIDIA driver": wrong_device,
-        "No CUDA GPUs are available": wrong_device,
-        "with arguments from the 'Meta' backend": no_meta_kernel,
-        "no fake impl": no_meta_kernel,
-        "Could not run": no_meta_kernel,
-        "data pointer of tensor that doesn't have storage": no_meta_kernel,
-        "Cannot access data pointer": no_meta_kernel,
-        "positional argument": arguments,
-        "unexpected keyword argument": arguments,
-    }
-    for sign, found in by_sign.items():
-        if sign in text:
-            return found
+        (
+            "Expected all tensors to be on the same device", "is not on the expected device meta",
+            "Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available",
+        ): "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer.",
+        (
+            "with arguments from the 'Meta' backend", "no fake impl", "Could not run",
+            "data pointer of tensor that doesn't have storage", "Cannot access data pointer",
+        ): "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
+        "perfguard.opaque(function, example_outputs=...).",
+        ("positional argument", "unexpected keyword argument"): "Workload(inputs=...) gives forward one argument for each item "
+        "of a tuple, one keyword for each key of a dict.",
+    }  # fmt: skip
+    for signs, advice in by_signs.items():
+        if any(sign in text for sign in signs):
+            return advice
     if re.search(r"\b(shapes?|sizes?|dim|dims|dimensions?|channels?|broadcast\w*|elements)\b", text.lower()):
         return "Check the shapes given to Workload(inputs=...)."
     return "Run one step on real tensors: if it fails there too, the model or its inputs are the cause."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import graphlib
+import itertools
 import json
 import math
 import mmap
@@ -168,13 +169,16 @@ def _loaded(path: str, most_nodes: int) -> onnx.ModelProto:
         raise Refusal(f"has IR version {model.ir_version}, the installed onnx knows up to {onnx.IR_VERSION}", mend)
     if not 1 <= _opset(model) <= newest:
         raise Refusal(f"has opset {_opset(model)}, the installed onnx knows 1 to {newest}", mend)
-    _check_number(model, most_nodes)
-    _check_external_values(path, model)
-    if model.functions:
-        _at("its functions")
-        model = inliner.inline_local_functions(model)
-        _check_number(model, most_nodes)
-    if not model.graph.node:
+    number = _num_operators(model.graph)
+    if number <= most_nodes:
+        _check_external_values(path, model)
+        if model.functions:
+            _at("its functions")
+            model = inliner.inline_local_functions(model)
+            number = _num_operators(model.graph)
+    if number > most_nodes:
+        raise Refusal(f"has {number:,} operators", f"At most {most_nodes:,} are read.")
+    if not number:
         raise Refusal("has no operators", "Export the network again.")
     _sort(model.graph)
     return model
@@ -185,12 +189,6 @@ def _opset(model: onnx.ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in _STANDARD), default=1)
 
 
-def _check_number(model: onnx.ModelProto, most: int) -> None:
-    number = sum(1 + _num_inner(node) for node in model.graph.node)
-    if number > most:
-        raise Refusal(f"has {number:,} operators", f"At most {most:,} are read.")
-
-
 def _graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The subgraphs of a control-flow operator."""
     for attribute in node.attribute:
@@ -199,24 +197,28 @@ def _graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
-def _num_inner(node: onnx.NodeProto) -> int:
-    return sum(1 + _num_inner(inner) for graph in _graphs_in(node) for inner in graph.node)
+def _is_control_flow(node: onnx.NodeProto) -> bool:
+    return any(True for _ in _graphs_in(node))
+
+
+def _num_operators(graph: onnx.GraphProto) -> int:
+    """Operators of ``graph`` and of its subgraphs."""
+    return len(graph.node) + sum(_num_operators(inner) for node in graph.node for inner in _graphs_in(node))
 
 
 def _check_external_values(path: str, model: onnx.ModelProto) -> None:
     """Refuse values outside the model's own folder. They are not read, so they need not be there."""
 
-    def of_nodes(nodes: Any) -> Iterator[onnx.TensorProto]:
-        for node in nodes:
+    def tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
+        yield from getattr(graph, "initializer", ())
+        for node in graph.node:
             for attribute in node.attribute:
                 yield from (attribute.t, *attribute.tensors)
-            for graph in _graphs_in(node):
-                yield from graph.initializer
-                yield from of_nodes(graph.node)
+            for inner in _graphs_in(node):
+                yield from tensors(inner)
 
     folder = Path(path).resolve().parent
-    bodies = [node for function in model.functions for node in function.node]
-    for tensor in (*model.graph.initializer, *of_nodes(model.graph.node), *of_nodes(bodies)):
+    for tensor in itertools.chain.from_iterable(map(tensors, (model.graph, *model.functions))):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
             is_name = location and "\0" not in location and "\\" not in location
@@ -290,10 +292,19 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
         given = dims.get(name)
         if isinstance(given, list):
             tensor.shape.CopyFrom(make_tensor_type_proto(onnx.TensorProto.FLOAT, given).tensor_type.shape)
-        elif tensor.HasField("shape"):
-            _bind_one(name, tensor.shape.dim, bound, batch_size, open_)
-        else:
+            continue
+        if not tensor.HasField("shape"):
             open_.append(f"all of {name!r}")
+        for axis, dim in enumerate(tensor.shape.dim):
+            if dim.dim_param in bound:
+                dim.dim_value = bound[dim.dim_param]
+            elif axis == 0 and batch_size is not None:
+                dim.dim_value = batch_size
+            elif not dim.HasField("dim_value"):
+                open_.append(repr(dim.dim_param) if dim.dim_param else f"axis {axis} of {name!r}")
+            elif dim.dim_value < 1:
+                mend = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
+                raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", mend)
     if open_:
         more = f" and {len(open_) - 8} more" if len(open_) > 8 else ""
         raise Refusal(
@@ -301,19 +312,6 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
             "Give batch_size=..., or dims={'name of the dimension': 8} or dims={'input': (8, 3, 224, 224)} "
             "(--batch-size 8, --dim NAME=8, --dim INPUT=8x3x224x224).",
         )
-
-
-def _bind_one(name: str, dims: Any, bound: Mapping[str, int], batch_size: int | None, open_: list[str]) -> None:
-    for axis, dim in enumerate(dims):
-        if dim.dim_param in bound:
-            dim.dim_value = bound[dim.dim_param]
-        elif axis == 0 and batch_size is not None:
-            dim.dim_value = batch_size
-        elif not dim.HasField("dim_value"):
-            open_.append(repr(dim.dim_param) if dim.dim_param else f"axis {axis} of {name!r}")
-        elif dim.dim_value < 1:
-            mend = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
-            raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", mend)
 
 
 # Shapes. The onnx library infers the outputs of one operator after the other, from the shapes of its inputs and from small values
@@ -354,7 +352,7 @@ class _Description:
             self._learn_tensor(tensor.name, tensor)
         for sparse in graph.sparse_initializer:
             self._learn(sparse.values.name, make_tensor_type_proto(sparse.values.data_type, sparse.dims))
-        whole = self._whole() if any(True for node in graph.node for _ in _graphs_in(node)) else {}
+        whole = self._whole() if any(map(_is_control_flow, graph.node)) else {}
         for index, node in enumerate(graph.node):
             _at(_label(node, index))
             self._follow(node, index, whole)
@@ -390,8 +388,8 @@ class _Description:
         """Check an operator, and find the types and small values of its outputs."""
         # Shape inference divides by some of these, and does not check all of them.
         positive = ("group", "offset_group", "strides", "dilations", "kernel_shape", "blocksize", "hidden_size", "num_groups",
-                    "num_outputs", "num_heads", "q_num_heads", "kv_num_heads")  # fmt: skip
-        is_standard, is_control_flow = node.domain in _STANDARD, any(True for _ in _graphs_in(node))
+                    "num_outputs", "q_num_heads", "kv_num_heads")  # fmt: skip
+        is_standard, is_control_flow = node.domain in _STANDARD, _is_control_flow(node)
         if node.op_type == "Constant" and is_standard:
             self._learn_constant(node)
             return
@@ -432,7 +430,7 @@ class _Description:
         try:
             schema = onnx.defs.get_schema(node.op_type, self._context.opset_imports.get(domain, 1), domain)
         except onnx.defs.SchemaError:  # an operator that onnx does not define
-            return self._contributed(node, index)
+            return {}
         protos = {name: self._protos[name] for name in names}
         values = {name: self._values[name] for name in names if name in self._values}
         if node.op_type == "Range":  # runtimes take vectors of one number, shape inference does not
@@ -457,24 +455,6 @@ class _Description:
                 f"gives {_label(node, index)} inputs of shapes {shapes}, which do not fit: {_reason(error)}",
                 _FIXED if self._is_rebatched else _CONTRADICTION,
             ) from None
-
-    def _contributed(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
-        """Types of the outputs of operators that ONNX Runtime puts in when it optimises a model; all others stay opaque."""
-        like_first_input = ("BiasGelu", "FastGelu", "Gelu", "QuickGelu", "LayerNormalization", "SimplifiedLayerNormalization",
-                            "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "MultiHeadAttention", "QLinearAdd",
-                            "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu")  # fmt: skip
-        like_standard = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
-        if node.domain != "com.microsoft" or not node.input or node.input[0] not in self._protos:
-            return {}
-        if node.op_type in like_first_input:
-            return {node.output[0]: self._protos[node.input[0]]}
-        if node.op_type not in like_standard:
-            return {}
-        op_type = like_standard[node.op_type]
-        known = onnx.defs.get_schema(op_type, self._opset).attributes
-        attributes = [attribute for attribute in node.attribute if attribute.name in known]
-        standard = onnx.NodeProto(op_type=op_type, input=node.input[:3], output=node.output, attribute=attributes)
-        return self._inferred(standard, index)
 
     def _learn(self, name: str, proto: onnx.TypeProto) -> None:
         self._protos[name] = proto
@@ -510,17 +490,16 @@ class _Description:
                 self._learn_value(name, numpy_helper.to_array(tensor))
 
     def _learn_constant(self, node: onnx.NodeProto) -> None:
-        """The value of a Constant is in one of eight attributes."""
+        """The value of a Constant is in one of eight attributes; texts stay unknown."""
         for attribute in node.attribute:
-            if attribute.HasField("t"):
-                self._learn_tensor(node.output[0], attribute.t)
-            elif attribute.name == "sparse_value":
-                sparse = attribute.sparse_tensor
-                self._learn(node.output[0], make_tensor_type_proto(sparse.values.data_type, sparse.dims))
-            elif attribute.name in ("value_int", "value_ints", "value_float", "value_floats"):
+            value = get_attribute_value(attribute)
+            if attribute.name == "sparse_value":
+                self._learn(node.output[0], make_tensor_type_proto(value.values.data_type, value.dims))
+            elif attribute.name == "value":
+                self._learn_tensor(node.output[0], value)
+            elif "string" not in attribute.name:
                 dtype = np.int64 if "int" in attribute.name else np.float32
-                value = np.array(get_attribute_value(attribute), dtype=dtype)
-                self._learn_tensor(node.output[0], numpy_helper.from_array(value))
+                self._learn_tensor(node.output[0], numpy_helper.from_array(np.array(value, dtype=dtype)))
 
     def _learn_value(self, name: str, value: Any) -> None:
         if value.dtype.kind in "biuf" and value.size <= _MOST_VALUES:
@@ -560,7 +539,7 @@ class _Description:
     def _node(self, node: onnx.NodeProto, names: _ShortNames) -> list[Any]:
         """An operator as `perfguard.onnx.read.Node` has it; what a subgraph reads from outside counts as inputs."""
         given = node.input[:1] if node.op_type == "CastLike" else node.input
-        is_control_flow = any(True for _ in _graphs_in(node))
+        is_control_flow = _is_control_flow(node)
         captured = [name for name in dict.fromkeys(_names_read_by(node)) if name not in node.input] if is_control_flow else []
         attributes: dict[str, Any] = {}
         for attribute in node.attribute:
@@ -592,7 +571,7 @@ class _Description:
         elif node.op_type == "Scan":
             number = next((attribute.i for attribute in node.attribute if attribute.name == "num_scan_inputs"), 1)
             trips = max((max(self._shapes.get(name, ()), default=1) for name in node.input[-max(number, 1) :]), default=assumed)
-        return max(trips, 1) * max(_num_inner(node), 1)
+        return max(trips, 1) * max(sum(map(_num_operators, _graphs_in(node))), 1)
 
 
 _MOST_VALUES = 1024

@@ -1,4 +1,4 @@
-"""Operators that files spell out and libraries run as one: the linear layer, attention, GELU, SiLU, hard swish, layer norm.
+"""Operators that files spell out and libraries run as one: the linear layer, attention, GELU, SiLU, hard swish.
 
 PyTorch's exporters take their own fused calls apart; without putting them together again, attention would be charged for a
 matrix of scores that no GPU stores. Each pattern ends in the operator that takes its place, of the domain "perfguard".
@@ -13,8 +13,6 @@ from perfguard.onnx.operators import OWN_DOMAIN
 from perfguard.onnx.read import Node, TensorType
 
 _LONGEST_CHAIN = 8
-_PRODUCTS = ("MatMul", "FusedMatMul")
-"""The second is com.microsoft's: it transposes and scales as well."""
 _Match = tuple[Node, set[int]]
 """The replacement of an operator, and the indices of the operators that it replaces."""
 
@@ -48,7 +46,7 @@ class Fuser:
         placed: dict[int, Node] = {}
         patterns: dict[str, tuple[Callable[[int], _Match | None], ...]] = {
             "MatMul": (self._attention,),
-            "Add": (self._linear, self._layer_norm),
+            "Add": (self._linear,),
             "Mul": (self._gelu, self._gated),
         }
         for index, node in enumerate(self._nodes):
@@ -78,8 +76,7 @@ class Fuser:
         if index is None or index in self._gone:
             return None
         node = self._nodes[index]
-        is_ours = node.is_standard or node.op_type in _PRODUCTS
-        return index if is_ours and node.op_type in op_types and node.inputs else None
+        return index if node.is_standard and node.op_type in op_types and node.inputs else None
 
     def _pair(self, node: Node, *op_types: str) -> Iterator[tuple[int, str]]:
         """For an operator with two inputs, yield the operator that makes one of them, if its type fits, and the other input.
@@ -127,8 +124,7 @@ class Fuser:
         score_shape, key_shape, out_shape = (found.shape for found in known if found is not None)
         if not len(score_shape) == len(out_shape) == len(key_shape) >= 3:
             return None
-        width = key_shape[-1 if self._nodes[scores].attributes.get("transB") else -2]
-        flops = 2 * math.prod(score_shape) * (width + out_shape[-1])
+        flops = 2 * math.prod(score_shape) * (key_shape[-2] + out_shape[-1])
         swallowed |= {softmax, scores}
         bases = [self._unscaled(name, swallowed, scores) for name in (query, key)]
         return self._own("Attention", (*bases, node.inputs[1], *masks), anchor, flops=flops, masked=bool(masks)), swallowed
@@ -156,7 +152,7 @@ class Fuser:
         masks: list[str] = []
         between = ("Mul", "Div", "Add", "Where", "Cast")
         for _ in range(_LONGEST_CHAIN):
-            index = self._made_by(name, *_PRODUCTS)
+            index = self._made_by(name, "MatMul")
             if index is not None:
                 return (index if len(self._nodes[index].inputs) == 2 else None), masks
             index = self._made_by(name, *between)
@@ -169,13 +165,11 @@ class Fuser:
                 continue
             inputs = node.inputs[1:] if node.op_type == "Where" else node.inputs
             leading = [
-                other
-                for other in inputs
-                if other not in self._constants and self._made_by(other, *_PRODUCTS, *between) is not None
+                other for other in inputs if other not in self._constants and self._made_by(other, "MatMul", *between) is not None
             ]
             if not leading or len(inputs) != 2:
                 break
-            scored = (other for other in leading if self._made_by(other, *_PRODUCTS, "Mul", "Div") is not None)
+            scored = (other for other in leading if self._made_by(other, "MatMul", "Mul", "Div") is not None)
             name = next(scored, leading[0])
             masks += [other for other in node.inputs if other != name and self._rank(other) > 0]
         return None, masks
@@ -238,28 +232,3 @@ class Fuser:
             if self._nodes[gate].inputs[0] == x:
                 return self._own(names[self._nodes[gate].op_type], (x,), anchor), {gate}
         return None
-
-    def _layer_norm(self, anchor: int) -> _Match | None:
-        """(x - mean) / √(mean((x - mean)²) + ε) · γ + β, as exporters wrote it before opset 17."""
-        for scaled, beta in self._pair(self._nodes[anchor], "Mul"):
-            for divided, gamma in self._pair(self._nodes[scaled], "Div"):
-                found = self._normalised(divided)
-                if found is not None and {gamma, beta} <= set(self._constants):
-                    x, swallowed = found
-                    return self._own("LayerNormalization", (x, gamma, beta), anchor), swallowed | {scaled, divided}
-        return None
-
-    def _normalised(self, divided: int) -> tuple[str, set[int]] | None:
-        centred = self._made_by(self._nodes[divided].inputs[0], "Sub")
-        root = self._made_by(self._nodes[divided].inputs[-1], "Sqrt")
-        shifted = None if root is None else self._made_by(self._nodes[root].inputs[0], "Add")
-        variance = None if shifted is None else next(iter(self._pair(self._nodes[shifted], "ReduceMean")), (None, ""))[0]
-        square = None if variance is None else self._made_by(self._nodes[variance].inputs[0], "Pow", "Mul")
-        if centred is None or square is None or self._nodes[square].inputs[0] != self._nodes[divided].inputs[0]:
-            return None
-        x = self._nodes[centred].inputs[0]
-        mean = self._made_by(self._nodes[centred].inputs[-1], "ReduceMean")
-        if mean is None or self._nodes[mean].inputs[0] != x:
-            return None
-        parts = (centred, root, shifted, variance, square, mean)
-        return x, {part for part in parts if part is not None}

@@ -12,7 +12,6 @@ from perfguard.onnx.read import Node, TensorType
 
 OWN_DOMAIN = "perfguard"
 """Domain of operators that replace several in the file; see `fusions.py`."""
-_CONTRIBUTED = ("com.microsoft", "com.ms.internal.nhwc")
 _INDEX_BYTES = 8
 
 VIEWS = frozenset(
@@ -23,8 +22,7 @@ VIEWS = frozenset(
 HOST = frozenset({"Shape", "Size", "OptionalHasElement", "SequenceLength"})
 """Operators that only look at metadata."""
 QUANTISED = frozenset({"QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "QuantizeLinear", "DequantizeLinear",
-                       "DynamicQuantizeLinear", "MatMulNBits", "QLinearAdd", "QLinearMul", "QGemm", "QAttention",
-                       "DynamicQuantizeMatMul"})  # fmt: skip
+                       "DynamicQuantizeLinear"})  # fmt: skip
 IN_PLACE = frozenset({"relu", "silu", "hardswish", "hardtanh", "leaky_relu", "elu", "mish"})
 """Activations that zoos write with inplace=True, and that ONNX runtimes compute in their input's memory."""
 
@@ -38,17 +36,15 @@ _NAMES = {
     "BitShift": "bitwise_left_shift", "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor",
     "BitwiseNot": "bitwise_not", "Mod": "remainder", "Min": "minimum", "Max": "maximum", "Sum": "add", "Mean": "add",
     "IsNaN": "isnan", "IsInf": "isinf", "QuantizeLinear": "quantize_per_tensor", "DequantizeLinear": "dequantize",
-    "DynamicQuantizeLinear": "quantize_per_tensor", "QLinearAdd": "add", "QLinearMul": "mul", "RotaryEmbedding": "mul",
+    "DynamicQuantizeLinear": "quantize_per_tensor", "RotaryEmbedding": "mul",
     "Relu": "relu", "LeakyRelu": "leaky_relu", "PRelu": "_prelu_kernel", "Elu": "elu", "Celu": "elu", "Selu": "elu",
     "Sigmoid": "sigmoid", "HardSigmoid": "hardsigmoid", "HardSwish": "hardswish", "Swish": "silu", "Tanh": "tanh",
-    "Gelu": "gelu", "FastGelu": "gelu", "BiasGelu": "gelu", "QuickGelu": "gelu", "Mish": "mish", "Softplus": "softplus",
+    "Gelu": "gelu", "Mish": "mish", "Softplus": "softplus",
     "Softsign": "softsign", "ThresholdedRelu": "relu", "Shrink": "hardshrink", "Clip": "hardtanh", "SwiGLU": "glu",
     "Softmax": "_softmax", "LogSoftmax": "_log_softmax", "Hardmax": "_softmax",
     "BatchNormalization": "native_batch_norm", "InstanceNormalization": "native_batch_norm",
     "GroupNormalization": "native_group_norm", "LayerNormalization": "native_layer_norm",
-    "SkipLayerNormalization": "native_layer_norm", "EmbedLayerNormalization": "native_layer_norm",
-    "RMSNormalization": "fused_rms_norm", "SimplifiedLayerNormalization": "fused_rms_norm",
-    "SkipSimplifiedLayerNormalization": "fused_rms_norm", "LpNormalization": "linalg_vector_norm",
+    "RMSNormalization": "fused_rms_norm", "LpNormalization": "linalg_vector_norm",
     "MeanVarianceNormalization": "native_layer_norm", "LRN": "local_response_norm",
     "GlobalAveragePool": "mean", "GlobalMaxPool": "amax", "GlobalLpPool": "linalg_vector_norm",
     "ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "amax", "ReduceMin": "amin", "ReduceProd": "prod",
@@ -66,8 +62,6 @@ _NAMES = {
     "SoftmaxCrossEntropyLoss": "nll_loss_forward", "NegativeLogLikelihoodLoss": "nll_loss_forward",
 }  # fmt: skip
 """Operators that do a few operations for each element, and the aten operator that does the same."""
-_SAME_AS = {"FusedConv": "Conv", "NhwcFusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "QGemm": "Gemm",
-            "DynamicQuantizeMatMul": "MatMul"}  # fmt: skip
 _POOL_NAMES = {"MaxPool": "max_pool{}d_with_indices", "AveragePool": "avg_pool{}d"}
 _RESIZE_NAMES = {"linear": "upsample_bilinear2d", "cubic": "upsample_bicubic2d"}
 _PAD_NAMES = {"reflect": "reflection_pad2d", "edge": "replication_pad2d"}
@@ -97,9 +91,9 @@ def launch_of(node: Node, inputs: Types, outputs: Types, target: Target) -> Laun
         outputs: those of ``node.outputs``.
         target: decides which kernel computes attention.
     """
-    if not (node.is_standard or node.domain in (*_CONTRIBUTED, OWN_DOMAIN)) or node.most_launches:
+    if not (node.is_standard or node.domain == OWN_DOMAIN) or node.most_launches:
         return _opaque(node)
-    op_type = _SAME_AS.get(node.op_type, node.op_type)
+    op_type = node.op_type
     if node.domain == OWN_DOMAIN and op_type == "Attention":
         return _attention(node.attributes["flops"], inputs, target, masked=node.attributes["masked"])
     rule = _RULES.get(op_type)
@@ -138,34 +132,29 @@ def _name_of(op_type: str, node: Node, inputs: Types, outputs: Types) -> str | N
     return _NAMES.get(op_type)
 
 
-def _convolution(weight_at: int) -> Callable[[Node, Types, Types, Target], Launch | None]:
-    def rule(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-        data, weight = _at(inputs, 0), _at(inputs, weight_at)
-        out = _at(outputs, 0)
-        if data is None or weight is None or out is None:
-            return None
-        rank = len(data.shape) - 2
-        if rank < 1 or not len(weight.shape) == len(out.shape) == rank + 2:
-            return None
-        transposed = node.op_type == "ConvTranspose"
-        kernel = weight.shape[2:]
-        dilation = _sizes(node, "dilations", rank, 1)
-        pads = _sizes(node, "pads", 2 * rank, 0)[:rank]
-        if node.attributes.get("auto_pad", "NOTSET").startswith("SAME"):
-            pads = tuple((size - 1) * step // 2 for size, step in zip(kernel, dilation, strict=True))
-        attributes = convolution_attributes(
-            data.shape,
-            weight.shape,
-            stride=_sizes(node, "strides", rank, 1),
-            padding=pads,
-            dilation=dilation,
-            groups=max(_integer(node, "group", 1), 1),
-            transposed=transposed,
-        )
-        flops = product_flops(data.shape, weight.shape, out.shape, transposed=transposed)
-        return Launch("convolution", "conv", flops, attributes)
-
-    return rule
+def _convolution(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
+    data, weight, out = _at(inputs, 0), _at(inputs, 3 if node.op_type == "QLinearConv" else 1), _at(outputs, 0)
+    if data is None or weight is None or out is None:
+        return None
+    rank = len(data.shape) - 2
+    if rank < 1 or not len(weight.shape) == len(out.shape) == rank + 2:
+        return None
+    transposed = node.op_type == "ConvTranspose"
+    kernel = weight.shape[2:]
+    dilation = _sizes(node, "dilations", rank, 1)
+    pads = _sizes(node, "pads", 2 * rank, 0)[:rank]
+    if node.attributes.get("auto_pad", "NOTSET").startswith("SAME"):
+        pads = tuple((size - 1) * step // 2 for size, step in zip(kernel, dilation, strict=True))
+    attributes = convolution_attributes(
+        data.shape,
+        weight.shape,
+        stride=_sizes(node, "strides", rank, 1),
+        padding=pads,
+        dilation=dilation,
+        groups=max(_integer(node, "group", 1), 1),
+        transposed=transposed,
+    )
+    return Launch("convolution", "conv", product_flops(data.shape, weight.shape, out.shape, transposed=transposed), attributes)
 
 
 def _at(types: Types, index: int) -> TensorType | None:
@@ -182,35 +171,24 @@ def _integer(node: Node, name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _product(left_at: int, right_at: int) -> Callable[[Node, Types, Types, Target], Launch | None]:
-    def rule(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-        left, right, out = _at(inputs, left_at), _at(inputs, right_at), _at(outputs, 0)
-        if left is None or right is None or out is None or not left.shape or not right.shape:
-            return None
-        k = left.shape[-2 if _integer(node, "transA", 0) and len(left.shape) > 1 else -1]
-        if len(right.shape) <= 2:  # PyTorch flattens the rest into one matrix
-            n = math.prod(right.shape) // max(k, 1)
-            return _matrix_product(node, (1, out.num_elements // max(n, 1), n, k))
-        m = left.shape[-2] if len(left.shape) > 1 else 1
-        n = out.shape[-1] if out.shape else 1
-        return _matrix_product(node, (out.num_elements // max(m * n, 1), m, n, k))
-
-    return rule
+def _product(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
+    left, right, out = _at(inputs, 0), _at(inputs, 3 if node.op_type == "QLinearMatMul" else 1), _at(outputs, 0)
+    if left is None or right is None or out is None or not left.shape or not right.shape:
+        return None
+    k = left.shape[-2 if _integer(node, "transA", 0) and len(left.shape) > 1 else -1]
+    if len(right.shape) <= 2:  # PyTorch flattens the rest into one matrix
+        n = math.prod(right.shape) // max(k, 1)
+        return _matrix_product(node, (1, out.num_elements // max(n, 1), n, k))
+    m = left.shape[-2] if len(left.shape) > 1 else 1
+    n = out.shape[-1] if out.shape else 1
+    return _matrix_product(node, (out.num_elements // max(m * n, 1), m, n, k))
 
 
 def _matrix_product(node: Node, product: tuple[int, int, int, int]) -> Launch:
     """A product (batch, m, n, k)."""
-    has_bias = node.op_type == "Linear" or (node.op_type.endswith("Gemm") and len(_named(node.inputs)) > 2)
+    has_bias = node.op_type == "Linear" or (node.op_type == "Gemm" and len(_named(node.inputs)) > 2)
     name = "bmm" if product[0] > 1 else "addmm" if has_bias else "mm"
     return Launch(name, "matmul", 2 * math.prod(product), {"product": product})
-
-
-def _n_bits(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    """com.microsoft's product with weights of a few bits: their shape is in the attributes."""
-    k, n, out = _integer(node, "K", 0), _integer(node, "N", 0), _at(outputs, 0)
-    if k < 1 or n < 1 or out is None:
-        return None
-    return _matrix_product(node, (1, out.num_elements // n, n, k))
 
 
 def _einsum(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
@@ -242,30 +220,18 @@ def _attention(flops: int, inputs: Types, target: Target, *, masked: bool) -> La
 
 
 def _standard_attention(node: Node, inputs: Types, outputs: Types, target: Target) -> Launch | None:
-    """Attention of opset 23 and com.microsoft's MultiHeadAttention: (batch, heads, length, width) or heads side by side."""
+    """Attention of opset 23: (batch, heads, length, width), or heads side by side."""
     query, key, value = (_at(inputs, index) for index in range(3))
-    if node.domain in _CONTRIBUTED and node.op_type == "Attention":
-        return _packed_attention(inputs, target)
     if query is None or key is None or value is None or not len(query.shape) == len(key.shape) == len(value.shape) in (3, 4):
         return None
     masked = len(_named(node.inputs[3:4])) > 0
     if len(query.shape) == 4:
         return _attention(attention_flops(query.shape, key.shape, value.shape), inputs, target, masked=masked)
-    heads = max(_integer(node, "q_num_heads", _integer(node, "num_heads", 1)), 1)
+    heads = max(_integer(node, "q_num_heads", 1), 1)
     kv_heads = max(_integer(node, "kv_num_heads", heads), 1)
     length, keys = query.shape[1], key.shape[1]
     per_pair = query.shape[2] + heads * value.shape[2] // kv_heads
     return _attention(2 * query.shape[0] * length * keys * per_pair, inputs, target, masked=masked)
-
-
-def _packed_attention(inputs: Types, target: Target) -> Launch | None:
-    """com.microsoft's Attention: the projection of the input, and attention of its three parts."""
-    data, weight = _at(inputs, 0), _at(inputs, 1)
-    if data is None or weight is None or len(data.shape) != 3 or len(weight.shape) != 2:
-        return None
-    batch, length, _ = data.shape
-    projected = 2 * batch * length * weight.num_elements
-    return _attention(projected + 4 * batch * length * length * weight.shape[1] // 3, inputs, target, masked=len(inputs) > 3)
 
 
 def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
@@ -278,21 +244,9 @@ def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch |
 
 
 _RULES: dict[str, Callable[[Node, Types, Types, Target], Launch | None]] = {
-    "Conv": _convolution(1),
-    "ConvInteger": _convolution(1),
-    "ConvTranspose": _convolution(1),
-    "DeformConv": _convolution(1),
-    "QLinearConv": _convolution(3),
-    "Linear": _product(0, 1),
-    "Gemm": _product(0, 1),
-    "MatMul": _product(0, 1),
-    "MatMulInteger": _product(0, 1),
-    "QLinearMatMul": _product(0, 3),
-    "MatMulNBits": _n_bits,
+    **dict.fromkeys(("Conv", "ConvInteger", "ConvTranspose", "DeformConv", "QLinearConv"), _convolution),
+    **dict.fromkeys(("Linear", "Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"), _product),
     "Einsum": _einsum,
     "Attention": _standard_attention,
-    "MultiHeadAttention": _standard_attention,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
 }

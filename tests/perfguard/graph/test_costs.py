@@ -18,28 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, Phase, roofline_s, trace
 from perfguard.workload import Workload
+from tests.perfguard.graph.parts import Apply, Scale, total
 
 MATRIX_KINDS = ("conv", "conv_backward", "matmul", "attention")
-
-
-class Scale(nn.Module):
-    """Its output needs a gradient, so that what follows has two of them to compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
 
 
 class Rows(nn.Module):
@@ -54,7 +35,7 @@ class Rows(nn.Module):
 
 
 def traced(model: nn.Module, shape: tuple[int, ...]) -> OpGraph:
-    return trace(Workload(model, shape, loss=lambda output: output.sum()))
+    return trace(Workload(model, shape, loss=total))
 
 
 def matrix_flops(graph: OpGraph, phase: Phase) -> int:
@@ -106,7 +87,7 @@ def test_attention_flops_are_two_and_five_products(target: Literal["cuda", "cpu"
     """Two products forward, five backward."""
     batch, heads, length, width = 2, 3, 16, 8
     model = nn.Sequential(Scale(), Apply(lambda x: F.scaled_dot_product_attention(x, x, x)))
-    workload = Workload(model, (batch, heads, length, width), loss=lambda output: output.sum())
+    workload = Workload(model, (batch, heads, length, width), loss=total)
     graph = trace(workload, target=target)
     product = 2 * batch * heads * length * length * width
     assert matrix_flops(graph, Phase.FORWARD) == 2 * product

@@ -81,16 +81,6 @@ def test_live_bytes_equal_a_slow_replay(graph: OpGraph) -> None:
     assert sum(graph.bytes_by_kind().values()) == graph.peak_live_bytes
 
 
-@settings(max_examples=30)
-@given(graphs(), st.data())
-def test_freeing_earlier_never_raises_the_peak(graph: OpGraph, data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, len(graph.storages) - 1))
-    storage = graph.storages[index]
-    freed = storage._replace(death=data.draw(st.integers(min(storage.birth, storage.death), storage.death)))
-    earlier = replace(graph, storages=(*graph.storages[:index], freed, *graph.storages[index + 1 :]))
-    assert earlier.peak_live_bytes <= graph.peak_live_bytes
-
-
 @given(graphs())
 def test_edges_go_from_earlier_to_later_operators(graph: OpGraph) -> None:
     earlier, later = graph.edges
@@ -136,6 +126,7 @@ def test_another_content_has_another_hash(other: OpGraph) -> None:
         lambda data: zlib.compress(b"[1, 2]"),
         lambda data: zlib.compress(b'{"schema": 1}'),
         lambda data: zlib.compress(zlib.decompress(data).replace(b'"ops":[', b'"ops":[[1,2],')),
+        lambda data: zlib.compress(zlib.decompress(data).replace(b'"float32",{}', b'"float32",[]')),
     ],
 )
 def test_damaged_bytes_are_refused(damage: Any) -> None:

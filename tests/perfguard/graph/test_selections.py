@@ -18,6 +18,7 @@ from perfguard.exceptions import TraceError
 from perfguard.graph import OpGraph, Phase, has_assumed_sizes, trace
 from perfguard.graph.selections import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.workload import TensorSpec, Workload
+from tests.perfguard.graph.parts import Apply, total
 
 EXPERTS, WIDTH, TOKENS = 8, 32, 64
 Dispatch = Callable[["Experts", torch.Tensor, torch.Tensor], torch.Tensor]
@@ -79,10 +80,6 @@ def by_scatter(layer: Experts, x: torch.Tensor, probability: torch.Tensor) -> to
 DISPATCHES: list[Dispatch] = [by_mask, by_row, by_hit, by_scatter]
 
 
-def total(output: torch.Tensor) -> torch.Tensor:
-    return output.sum()
-
-
 def product_flops(graph: OpGraph) -> int:
     return sum(op.flops for op in graph.ops if op.kind == "matmul")
 
@@ -111,15 +108,6 @@ def test_few_tokens_hit_few_experts() -> None:
     ]  # fmt: skip
 
 
-class Selects(nn.Module):
-    def __init__(self, select: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.linear, self.select = nn.Linear(8, 8), select
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.select(self.linear(x))
-
-
 @pytest.mark.parametrize(
     ("select", "shape"),
     [
@@ -140,7 +128,7 @@ def test_other_masks_choose_half(select: Callable[[torch.Tensor], torch.Tensor],
         shapes.append(tuple(output.shape))
         return output.sum()
 
-    graph = trace(Workload(Selects(select), (33, 8), loss=loss))
+    graph = trace(Workload(nn.Sequential(nn.Linear(8, 8), Apply(select)), (33, 8), loss=loss))
     assert shapes == [shape]
     assert graph.unmodelled == (HALF_CHOSEN,)
     assert has_assumed_sizes(graph)
@@ -178,7 +166,7 @@ def test_assigned_values_say_how_many_are_chosen() -> None:
 )
 def test_values_of_selections_cannot_be_read(read: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(TraceError, match="value is read from a tensor"):
-        trace(Workload(Selects(read), (32, 8), mode="infer"))
+        trace(Workload(nn.Sequential(nn.Linear(8, 8), Apply(read)), (32, 8), mode="infer"))
 
 
 def ids(batch: int = 4, length: int = 16) -> TensorSpec:

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.exceptions import TraceError
 from perfguard.graph import Phase, StorageKind, timeline, trace
 from perfguard.workload import Workload
-
-
-def total(output: torch.Tensor) -> torch.Tensor:
-    return output.float().sum()
+from tests.perfguard.graph.parts import total
 
 
 class Checkpointed(nn.Module):
@@ -89,11 +86,6 @@ def test_a_step_in_the_users_own_words() -> None:
     states = [storage for storage in graph.storages if storage.kind is StorageKind.OPTIMIZER_STATE]
     assert sum(storage.num_bytes for storage in states) == 2 * parameter_bytes
     assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) >= parameter_bytes
-
-
-def test_a_step_excludes_what_it_contains() -> None:
-    with pytest.raises(WorkloadError, match="excludes loss"):
-        Workload(Gan(), (64, 784), step=gan_step, loss=total)
 
 
 def test_an_error_in_a_step_is_named_with_its_line() -> None:

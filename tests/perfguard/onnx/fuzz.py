@@ -23,19 +23,13 @@ from perfguard.exceptions import PerfGuardError
 from perfguard.onnx import graph_from_onnx
 
 LONGEST_S = 30.0
-_MOST_BYTES = 20_000
 _ODD_SIZES = (-1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
 _ODD_VARINTS = (b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x80\x80\x80\x80\x10", b"\xff\xff\xff\xff\x07", b"\x00", b"\x80")
 
 
-def seeds() -> list[bytes]:
-    """Real models of every sort: of the backend suite, those that are small, without their test's data."""
-    data = Path(onnx.__file__).parent / "backend/test/data"
-    files = sorted(path for path in data.rglob("*.onnx") if path.stat().st_size <= _MOST_BYTES)
-    return [path.read_bytes() for path in files]
-
-
-SEEDS = seeds()
+_DATA = Path(onnx.__file__).parent / "backend/test/data"
+SEEDS = [path.read_bytes() for path in sorted(_DATA.rglob("*.onnx")) if path.stat().st_size <= 20_000]
+"""Real models of every sort: those of the backend suite that are small."""
 
 
 @st.composite

@@ -27,8 +27,11 @@ from tests.perfguard.onnx.hostile import Sparse, convolution, model_of
 FLOAT = TensorProto.FLOAT
 
 
-def identity() -> onnx.NodeProto:
-    return helper.make_node("Exp", ["x"], ["y"])
+def node(op_type: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op_type, inputs.split(), [output], **attributes)
+
+
+IDENTITY = node("Exp", "x", "y")
 
 
 def refused(tmp_path: Path, model: onnx.ModelProto | bytes, match: str, **kwargs: Any) -> None:
@@ -92,41 +95,44 @@ def test_weights_of_two_gigabytes_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_newer_version_says_what_to_update(tmp_path: Path) -> None:
-    refused(tmp_path, model_of([identity()], opset=999), "has opset 999.*Update onnx")
-    model = model_of([identity()])
+    refused(tmp_path, model_of([IDENTITY], opset=999), "has opset 999.*Update onnx")
+    model = model_of([IDENTITY])
     model.ir_version = 999
     refused(tmp_path, model, "has IR version 999.*Update onnx")
 
 
-def test_a_cycle_is_named(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Add", ["x", "b"], ["a"], name="first"),
-        helper.make_node("Exp", ["a"], ["b"]),
-        helper.make_node("Exp", ["b"], ["y"]),
-    ]
-    refused(tmp_path, model_of(nodes), r"is cyclic: operator 0 \(Add 'first'\)")
+@pytest.mark.parametrize(
+    ("nodes", "match"),
+    [
+        ([node("Add", "x b", "a"), node("Exp", "a", "b"), node("Exp", "b", "y")], r"is cyclic: operator 0 \(Add\)"),
+        ([node("Exp", "nothing", "y")], "lacks 'nothing', which operator 0"),
+        ([node("Exp", "x", "y"), node("Exp", "x", "y")], "makes 'y' twice"),
+        ([node("Exp", "x", "z")], "never makes its output 'y'"),
+        ([], "has no operators"),
+        ([node("Transpose", "x", "y", perm=[0, 0, 1])], r"operator 0 \(Transpose\).*perm"),
+        ([node("Softmax", "x", "y", axis=3)], r"operator 0 \(Softmax\).*axis"),
+        ([node("MaxPool", "x", "y", kernel_shape=[0])], r"kernel_shape=\[0\] in operator 0 \(MaxPool\)"),
+        ([node("DepthToSpace", "x", "y", blocksize=0)], r"blocksize=\[0\] in operator 0"),
+        ([node("Add", "x x x", "y")], r"operator 0 \(Add\): .* input size 3"),
+    ],
+)
+def test_a_graph_that_contradicts_the_specification_is_refused(tmp_path: Path, nodes: list[onnx.NodeProto], match: str) -> None:
+    refused(tmp_path, model_of(nodes, shape=(2, 3, 4)), match)
 
 
 def test_operators_out_of_order_are_sorted(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    onnx.save(model_of([helper.make_node("Sqrt", ["a"], ["y"]), helper.make_node("Exp", ["x"], ["a"])]), path)
+    onnx.save(model_of([node("Sqrt", "a", "y"), node("Exp", "x", "a")]), path)
     assert [op.name for op in graph_from_onnx(path).ops] == ["exp", "sqrt"]
-
-
-def test_missing_and_duplicate_values_are_named(tmp_path: Path) -> None:
-    refused(tmp_path, model_of([helper.make_node("Exp", ["nothing"], ["y"])]), "lacks 'nothing', which operator 0")
-    refused(tmp_path, model_of([identity(), identity()]), "makes 'y' twice")
-    refused(tmp_path, model_of([helper.make_node("Exp", ["x"], ["z"])]), "never makes its output 'y'")
-    refused(tmp_path, model_of([]), "has no operators")
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2**40, 3), (-5, 3), (2**31 - 1, 2**31 - 1)])
 def test_absurd_sizes_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    refused(tmp_path, model_of([identity()], shape=shape), r"with size .* on axis|more than 2\^31 - 1|more than 2\^40 elements")
+    refused(tmp_path, model_of([IDENTITY], shape=shape), r"with size .* on axis|more than 2\^31 - 1|more than 2\^40 elements")
 
 
 def test_an_input_without_a_shape_asks_for_one(tmp_path: Path) -> None:
-    refused(tmp_path, model_of([identity()], shape=None), r"leaves sizes open: all of 'x'.*dims=\{'input': \(8, 3, 224, 224\)\}")
+    refused(tmp_path, model_of([IDENTITY], shape=None), r"leaves sizes open: all of 'x'.*dims=\{'input': \(8, 3, 224, 224\)\}")
 
 
 def test_operator_making_absurd_tensor_is_refused(tmp_path: Path) -> None:
@@ -146,16 +152,12 @@ def test_external_values_in_subgraphs_are_checked(tmp_path: Path) -> None:
     """So are those in constants."""
     tensor = onnx.TensorProto(dims=[16], data_type=FLOAT, name="w", data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value="../secret")
-    refused(tmp_path, model_of([helper.make_node("Constant", [], ["c"], value=tensor), identity()]), "outside its folder")
-    branch = helper.make_graph(
-        [helper.make_node("Add", ["x", "w"], ["b"])], "b", [], [helper.make_tensor_value_info("b", FLOAT, [16])], [tensor]
-    )
+    refused(tmp_path, model_of([node("Constant", "", "c", value=tensor), IDENTITY]), "outside its folder")
+    out = helper.make_tensor_value_info("b", FLOAT, [16])
+    branch = helper.make_graph([node("Add", "x w", "b")], "b", [], [out], [tensor])
     condition = numpy_helper.from_array(np.array(True), "c")
-    refused(
-        tmp_path,
-        model_of([helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)], weights=[condition]),
-        "outside its folder",
-    )
+    conditional = node("If", "c", "y", then_branch=branch, else_branch=branch)
+    refused(tmp_path, model_of([conditional], weights=[condition]), "outside its folder")
 
 
 def test_functions_that_grow_without_end_are_refused(tmp_path: Path) -> None:
@@ -177,22 +179,6 @@ def test_functions_that_grow_without_end_are_refused(tmp_path: Path) -> None:
     laughs = {**{f"F{at}": [f"F{at + 1}"] * 8 for at in range(12)}, "F12": ["Exp"]}
     refused_functions(laughs, r"(takes more than .*|stops the onnx library .*) in its functions")
     refused_functions({"F0": ["F1"], "F1": ["F0"]}, r"in its functions|recursi")
-
-
-@pytest.mark.parametrize(
-    ("node", "match"),
-    [
-        (helper.make_node("Transpose", ["x"], ["y"], perm=[0, 0, 1]), r"operator 0 \(Transpose\).*perm"),
-        (helper.make_node("Softmax", ["x"], ["y"], axis=3), r"operator 0 \(Softmax\).*axis"),
-        (helper.make_node("Concat", ["x", "x"], ["y"], axis=-4), r"operator 0 \(Concat\).*axis"),
-        (helper.make_node("MaxPool", ["x"], ["y"], kernel_shape=[0]), r"kernel_shape=\[0\] in operator 0 \(MaxPool\)"),
-        (helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=0), r"blocksize=\[0\] in operator 0"),
-        (helper.make_node("Add", ["x", "x", "x"], ["y"]), r"operator 0 \(Add\): .* input size 3"),
-        (helper.make_node("Conv", ["x"], ["y"]), r"operator 0 \(Conv\): .* input size 1"),
-    ],
-)
-def test_operator_that_contradicts_the_specification_is_refused(tmp_path: Path, node: onnx.NodeProto, match: str) -> None:
-    refused(tmp_path, model_of([node], shape=(2, 3, 4)), match)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +211,7 @@ def test_a_file_beyond_the_limits_of_its_process_is_refused_at_its_place(tmp_pat
     """The study goes on: it is the child that ends."""
     path = tmp_path / "model.onnx"
     chain = [helper.make_node("Exp", [f"v{at}" if at else "x"], [f"v{at + 1}"]) for at in range(100_000)]
-    path.write_bytes(model_of([*chain, identity()]).SerializeToString())
+    path.write_bytes(model_of([*chain, IDENTITY]).SerializeToString())
     with pytest.raises(OnnxError, match=r"model\.onnx takes more than 1 s in (operator \d+ \(Exp\)|its \w+)\."):
         read_network(path, cpu_s=1, most_nodes=10**6)
     path.write_bytes(hostile.CASES["names of 30 MB"]().SerializeToString())
@@ -263,3 +249,17 @@ def test_what_is_read_can_be_predicted(name: str, tmp_path: Path) -> None:
     path.write_bytes(hostile.SMALL[name]().SerializeToString())
     prediction = load_predictor().predict(graph_from_onnx(path), resolve_device("a100"))
     assert prediction.step_time.median > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_damaged_files_are_read_or_refused(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """`pytest --fuzz-files 10000` reads more of them."""
+    number = request.config.getoption("--fuzz-files")
+    command = [sys.executable, str(Path(__file__).with_name("fuzz.py")), str(number), "8", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    counts = {name: int(value) for name, value in map(str.split, done.stdout.splitlines())}
+    assert counts["read"] + counts["refused"] >= number
+    assert min(counts["read"], counts["refused"]) >= 0.02 * number, "all of one sort: the damage is too great or too small"
+    assert counts["peak_mib"] < 1024
