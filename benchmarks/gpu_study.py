@@ -1,14 +1,13 @@
 """The real thing, end to end: a search with and without the guard, in which a third of the space does not fit.
 
-    python benchmarks/gpu_study.py [--tuner optuna] [--task images,text] [--trials 40] [--whole-card]
+    python benchmarks/gpu_study.py [--task images,text] [--trials 40] [--whole-card]
     python benchmarks/gpu_study.py --gpu cpu --trials 6           # the same code on the processor, with a small limit
 
 Two tasks on made-up data: a convolutional network on CIFAR-sized images, and a small transformer on sequences. The limit is
 where a third of 60 random configurations does not fit, by our own trace; the process really is limited to it (a fraction of the
 card for PyTorch's allocator; RLIMIT_DATA on the processor), so a trial over it fails for real. ``--whole-card`` takes what the
 card has and stretches the space until a third does not fit that. Without the guard crashes are caught and told to the sampler as
-failed trials, as most people do. Also: what the probe adds to a step. Ray (``--tuner ray``) runs the trials one by one in actors,
-each of which takes the limit upon itself.
+failed trials, as most people do.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import contextlib
 import datetime
 import functools
 import gc
-import logging
 import resource
 import statistics
 import sys
@@ -35,16 +33,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from perfguard import MeasurementStore, Run, TensorSpec, Workload, trace
+from perfguard import TensorSpec, Workload, trace
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.measure import status_of
 from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, summarize
 from perfguard_research.collect.loop import collecting_device
-from perfguard_research.collect.run import Place, Processor, make_step, place_of
-from perfguard_research.networks import Network
-from perfguard_research.tables import MeasuredRow
+from perfguard_research.collect.run import limit_memory
 
 _FITTING = 2 / 3
 _SAMPLED = 60
@@ -184,14 +180,10 @@ def train(params: Mapping[str, Any], *, task: str, steps: int, device: torch.dev
 
 
 @contextlib.contextmanager
-def limited(place: Place, limit: int) -> Iterator[None]:
+def limited(device: Device, limit: int) -> Iterator[None]:
     """Inside, this process gets no more. On a processor only inside, because the guard lives of the same memory."""
-    place.limit(limit)
-    if not isinstance(place, Processor):
-        yield
-        return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    place.start_afresh(_PROBE)
+    limit_memory(device, limit)
     try:
         yield
     finally:
@@ -218,7 +210,7 @@ def stretch_for(task: str, device: Device, capacity: int, steps: int) -> float:
     return stretch
 
 
-def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
+def run_study(task: str, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
     """One study with Optuna, in this process."""
     steps = _STEPS[device.kind]
     wasted: list[float] = []
@@ -230,8 +222,8 @@ def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: flo
             torch.cuda.empty_cache()
         start = time.perf_counter()
         try:
-            with limited(place, limit):
-                return train(params, task=task, steps=steps, device=place.torch_device)
+            with limited(device, limit):
+                return train(params, task=task, steps=steps, device=torch.device(device.kind))
         except RuntimeError as error:
             if status_of(error) == "oom":
                 wasted.append(time.perf_counter() - start)
@@ -256,122 +248,14 @@ def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: flo
             launched, errors, trials_of = trials, (None, None), bare.trials
     seconds = time.perf_counter() - start
     best = max((trial.value for trial in trials_of if trial.value is not None), default=float("nan"))
-    name = "with" if guarded else "without"
-    return Outcome(task, f"Optuna, {name}", trials, launched, len(wasted), seconds, sum(wasted), best, *errors)
-
-
-def run_ray(task: str, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
-    """One Tune run, trial by trial."""
-    import ray
-    from ray import tune
-    from ray.tune.search.optuna import OptunaSearch
-
-    import perfguard_ray
-
-    steps = _STEPS[device.kind]
-    on_gpu = device.kind != "cpu"
-    if not ray.is_initialized():
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    space = functools.partial(_defined, task=task, stretch=stretch)
-    search: Any = OptunaSearch(space, metric="accuracy", mode="max", sampler=optuna.samplers.TPESampler(seed=0))
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        callbacks: list[Any] = []
-        if guarded:
-            builder = functools.partial(build, task=task, steps=steps)
-            log = f"{folder}/log.db"
-            search = perfguard_ray.PerfGuardSearcher(search, gpu=device, build=builder, memory_budget=limit, log=log)
-            callbacks = [perfguard_ray.PerfGuardCallback(search)]
-        body = functools.partial(_ray_trial, task=task, steps=steps, device=device, limit=limit)
-        results = tune.Tuner(
-            tune.with_resources(body, {"cpu": 1, "gpu": 1 if on_gpu else 0}),
-            tune_config=tune.TuneConfig(
-                search_alg=search, num_samples=trials, metric="accuracy", mode="max", max_concurrent_trials=1
-            ),
-            run_config=tune.RunConfig(storage_path=folder, verbose=0, callbacks=callbacks),
-        ).fit()
-        rows = [results[number].metrics or {} for number in range(len(results))]
-        proposed = MeasurementStore(f"{folder}/log.db").records() if guarded else rows
-        num_proposed = len(list(proposed))
-    crashed = [row for row in rows if row.get("status") == "oom"]
-    best = max((row["accuracy"] for row in rows if row.get("status") == "ok"), default=float("nan"))
-    wasted = sum(row["seconds"] for row in crashed)
-    name = f"Ray, {'with' if guarded else 'without'}"
-    return Outcome(task, name, num_proposed, len(rows), len(crashed), time.perf_counter() - start, wasted, best, None, None)
-
-
-def _defined(trial: Any, *, task: str, stretch: float) -> None:
-    TASKS[task].suggest(trial, stretch)
-
-
-def _ray_trial(config: dict[str, Any], *, task: str, steps: int, device: Device, limit: int) -> None:
-    from ray import tune
-
-    import perfguard_ray
-
-    place = place_of(device)
-    train(config | {"batch_size": 8}, task=task, steps=1, device=place.torch_device)  # libraries are loaded before the limit
-    start = time.perf_counter()
-    with perfguard_ray.measure():
-        try:
-            with limited(place, limit):
-                accuracy, status = train(config, task=task, steps=steps, device=place.torch_device), "ok"
-        except RuntimeError as error:
-            accuracy, status = 0.0, status_of(error)
-            if status != "oom":
-                raise
-        tune.report({"accuracy": accuracy, "status": status, "seconds": time.perf_counter() - start})
-
-
-_PROBE = MeasuredRow(
-    table="collected", source="", family="", mode="train", gpu="cpu", batch_size=64, optimizer="sgd-momentum",
-    network=Network(name="perfguard:cnn", config={
-        "style": "plain", "norm": "batch", "activation": "relu", "kernel": 3, "width": 64, "depth": 6, "down": [],
-        "img_size": 32, "classes": 10,
-    }),
-)  # fmt: skip
-
-
-def probe_overhead(place: Place, device: Device, *, blocks: int = 8) -> float:
-    """Share that the probe adds to a step: the median, over pairs of blocks, of the time with it over the time without."""
-    place.start_afresh(_PROBE)
-    step = make_step(_PROBE, place.torch_device)
-    number = 20 if device.kind != "cpu" else 1
-
-    def seconds(mark: Callable[[], None]) -> float:
-        place.synchronize()
-        start = time.perf_counter()
-        for _ in range(number):
-            step()
-            mark()
-        place.synchronize()
-        return time.perf_counter() - start
-
-    seconds(lambda: None)
-    shares = []
-    for block in range(blocks):
-        bare = seconds(lambda: None) if block % 2 else None
-        with Run(device, probe=place.probe()) as run:
-            probed = seconds(run.step)
-        shares.append(probed / (bare or seconds(lambda: None)) - 1)
-    return statistics.median(shares)
+    return Outcome(task, "with" if guarded else "without", trials, launched, len(wasted), seconds, sum(wasted), best, *errors)
 
 
 def as_table(outcomes: list[Outcome], title: str) -> Table:
     """One line a study."""
     table = Table(title=title)
-    for heading in (
-        "task",
-        "guard",
-        "proposed",
-        "launched",
-        "crashed",
-        "seconds",
-        "wasted s",
-        "best",
-        "error first 5",
-        "last 10",
-    ):
+    columns = "task", "guard", "proposed", "launched", "crashed", "seconds", "wasted s", "best", "error first 5", "last 10"
+    for heading in columns:
         table.add_column(heading, justify="left" if heading in ("task", "guard") else "right")
     for o in outcomes:
         errors = ("-" if error is None else f"{error:.1%}" for error in (o.first_error, o.last_error))
@@ -385,7 +269,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", default="auto", help='"auto" or "cpu"')
     parser.add_argument("--task", default="images,text")
-    parser.add_argument("--tuner", default="optuna", help="optuna, ray, or both with a comma")
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--whole-card", action="store_true", help="no limit but the card's own; larger batches instead")
     parser.add_argument("--out", type=Path, help="write the table there too")
@@ -397,8 +280,6 @@ def main() -> int:
     except PerfGuardError as error:
         print(error, file=sys.stderr)
         return 2
-    place = place_of(device)
-    console.print(f"What the probe adds to a step: {probe_overhead(place, device):+.2%}")
     outcomes: list[Outcome] = []
     for task in arguments.task.split(","):
         steps = _STEPS[device.kind]
@@ -410,14 +291,10 @@ def main() -> int:
             limit = limit_for(task, device, stretch=stretch, steps=steps)
         console.print(f"{task}: {format_bytes(limit)}, largest batch x {stretch:.2f}", highlight=False)
         for guarded in (False, True):
-            for tuner in arguments.tuner.split(","):
-                if tuner == "ray":
-                    outcomes.append(run_ray(task, device, limit, stretch, arguments.trials, guarded=guarded))
-                else:
-                    outcomes.append(run_optuna(task, place, device, limit, stretch, arguments.trials, guarded=guarded))
-                console.print(f"  {outcomes[-1]}", highlight=False)
-                if arguments.out is not None:  # a lease may end before the last study does
-                    arguments.out.write_text(console.export_text(clear=False), encoding="utf-8")
+            outcomes.append(run_study(task, device, limit, stretch, arguments.trials, guarded=guarded))
+            console.print(f"  {outcomes[-1]}", highlight=False)
+            if arguments.out is not None:  # a lease may end before the last study does
+                arguments.out.write_text(console.export_text(clear=False), encoding="utf-8")
     console.print(
         as_table(outcomes, f"{datetime.date.today()}, {device.name}, torch {torch.__version__}, {arguments.trials} trials")
     )

@@ -55,8 +55,6 @@ class FakeGpu:
     memory_errors: int = 0
     xids: list[int] = field(default_factory=list)
     """Events that nobody has fetched yet."""
-    share: float = 1.0
-    """Of the memory that this process may take."""
     capturing: bool = False
     """Whether a CUDA graph is being recorded."""
     initialized: bool = False
@@ -285,9 +283,6 @@ class FakeCuda:
 
     def memory_allocated(self) -> int:
         return self.gpu.allocated
-
-    def set_per_process_memory_fraction(self, fraction: float) -> None:
-        self.gpu.share = fraction
 
     def synchronize(self) -> None:
         self.gpu.now_s = max(self.gpu.now_s, self.gpu.busy_until_s)

@@ -84,16 +84,9 @@ def ids(batch: int = 2, length: int = 32) -> TensorSpec:
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
 TEXT = {"input_ids": ids(), "labels": ids()}
-IMAGES = {"pixel_values": (2, 3, 32, 32), "labels": TensorSpec((2,), "int64")}
+# Others are traced in tests/research/test_runs.py.
 HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "bert": ("BertConfig", "BertForMaskedLM", SMALL, TEXT),
     "bert with a mask": ("BertConfig", "BertForMaskedLM", SMALL, TEXT | {"attention_mask": ids()}),
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1},
-        TEXT,
-    ),
     "opt": (
         "OPTConfig",
         "OPTForCausalLM",
@@ -101,21 +94,7 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
          "word_embed_proj_dim": 64},
         TEXT,
     ),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 128, "d_kv": 16, "vocab_size": 100, "decoder_start_token_id": 0},
-        TEXT,
-    ),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL | {"num_key_value_heads": 2}, TEXT),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", SMALL | {"num_key_value_heads": 2, "num_local_experts": 4}, TEXT),
-    "vit": (
-        "ViTConfig",
-        "ViTForImageClassification",
-        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
-         "patch_size": 8},
-        IMAGES,
-    ),
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",

@@ -61,12 +61,19 @@ def test_blocks_are_found_where_they_stand() -> None:
     lines = python_of(page).splitlines()
     assert {number: line for number, line in enumerate(lines, 1) if line} == {4: "a = 1", 6: "b = 2", 16: "e = 5"}
     assert list(commands_of(page)) == [["predict", "f.py:build", "--gpu", "a100"]]
+    assert list(STRANGER["commands_of"](page)) == ["make demo", "perfguard predict f.py:build --gpu a100"]
 
 
-def test_the_readme_shows_code_and_commands() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert python_of(text).strip()
-    assert list(commands_of(text))
+def test_the_readme_has_what_a_stranger_does() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = list(STRANGER["commands_of"](page))
+    assert {"make demo", *STRANGER["LEFT_OUT"]} <= set(commands)
+    assert [words.split()[1] for words in commands if words.startswith("perfguard ")].count("check") == 1
+    assert len(STRANGER["code_of"](page, "python")) == 1
+
+
+def test_the_plain_script_takes_the_three_lines() -> None:
+    assert all(STRANGER["PLAIN_SCRIPT"].count(before) == 1 for before in STRANGER["THREE_LINES"])
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")

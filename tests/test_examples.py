@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from perfguard import trace
 from tests.warm import run_warm
@@ -74,3 +75,32 @@ def test_a_job_that_fits_nowhere_is_named(tmp_path: Path) -> None:
     status, printed = run_warm(str(EXAMPLES / "pack_jobs.py"), "--gpus", "t4", cwd=tmp_path, timeout_s=240)
     assert status != 0
     assert "resnet-192 fits none of these GPUs" in printed
+
+
+@pytest.mark.slow
+def test_the_evolution_runs_measures_and_draws(tmp_path: Path) -> None:
+    words = ["--measured", "4", "--trials", "7", "--epochs", "1", "--out", str(tmp_path)]
+    text = run_example(str(EXAMPLES / "nas_evolution.py"), *words, cwd=tmp_path)
+    for expected in ("4 random cells measured", "evolution", "error of the predicted latencies"):
+        assert expected in text
+    assert "plotly" in (tmp_path / "nas_evolution.html").read_text(encoding="utf-8")
+
+
+def test_nas_space_has_benchmark_size_and_runs() -> None:
+    space = runpy.run_path(str(EXAMPLES / "nas_space.py"))
+    assert len(space["OPERATORS"]) ** len(space["EDGES"]) == 15_625
+    cell = ("conv3x3", "skip", "pool3x3", "none", "conv1x1", "skip")
+    assert space["is_connected"](cell)
+    assert not space["is_connected"](("conv3x3", "none", "none", "none", "none", "none"))
+    assert space["network"](cell, width=4, depth=1, channels=1)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.slow
+def test_study_with_and_without_the_guard_runs_on_the_processor(tmp_path: Path) -> None:
+    """The script is for a GPU; its code runs, whatever the numbers."""
+    study = str(EXAMPLES.parent / "benchmarks" / "gpu_study.py")
+    words = ["--gpu", "cpu", "--trials", "2", "--task", "images", "--out", str(tmp_path / "study.txt")]
+    run_example(study, *words, cwd=tmp_path)
+    text = (tmp_path / "study.txt").read_text()
+    assert "│ images │ without " in text
+    assert "│ images │ with  " in text

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import parse_bytes
@@ -26,14 +25,10 @@ _SPLITS = ("family", "source", "gpu", "random")
 
 
 def evaluate(words: Sequence[str]) -> None:
-    """Compare a predictor with a table of measured runs, row by row.
-
-    Raises:
-        PerfGuardError: for a table or a predictor that cannot be right.
-    """
+    """Compare a predictor with a table of measured runs, row by row."""
     from perfguard.predictor import DEFAULT_PREDICTOR, load_predictor
     from perfguard_research.csv_rows import read_table
-    from perfguard_research.evaluate import as_table, evaluate, report, write_predictions
+    from perfguard_research.evaluate import as_table, evaluate, report, with_predictions
 
     parser = argparse.ArgumentParser(prog="perfguard evaluate", description="Compare a predictor with a table of measured runs.")
     parser.add_argument("table", metavar="TABLE", type=Path, help="a table of measured runs: CSV, compressed or not")
@@ -46,13 +41,12 @@ def evaluate(words: Sequence[str]) -> None:
         _write(path, "")  # a wrong path is better known before an hour of work
     predictor = load_predictor(arguments.predictor)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)  # 160: no column needs a line break
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' words on each of a thousand models
-        task = progress.add_task("rows", total=len(rows))
-        results = evaluate(columns, rows, arguments.table, predictor, on_row=lambda: progress.advance(task))
+        results = evaluate(columns, rows, arguments.table, predictor)
     groups = report(results)
     if arguments.out:
-        write_predictions(arguments.out, columns, rows, results)
+        _write(arguments.out, with_predictions(columns, rows, results))
     if arguments.json:
         document = {"predictor": predictor.name, "table": arguments.table.name, "groups": groups}
         _write(arguments.json, json.dumps(document, indent=2) + "\n")
@@ -63,11 +57,7 @@ def evaluate(words: Sequence[str]) -> None:
 
 
 def collect(words: Sequence[str]) -> None:
-    """Run small networks on this machine and write a table of the measurements.
-
-    Raises:
-        PerfGuardError: for arguments or a device that cannot be right.
-    """
+    """Run small networks on this machine and write a table of the measurements."""
     from perfguard_research.collect.loop import collect, collecting_device
     from perfguard_research.collect.spaces import SPACES
 
@@ -89,9 +79,7 @@ def collect(words: Sequence[str]) -> None:
             raise ConfigurationError(f"--{name} must be positive, but is {getattr(arguments, name):g}.")
     limit = None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit, what="--memory-limit")
     console = Console(stderr=True)
-    columns = TextColumn("{task.completed} rows"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=None if math.isinf(arguments.rows) else arguments.rows)
+    with console.status("") as shown:
         report = collect(
             arguments.out,
             device=collecting_device(arguments.gpu),
@@ -101,11 +89,9 @@ def collect(words: Sequence[str]) -> None:
             resume=arguments.resume,
             memory_limit=limit,
             seed=arguments.seed,
-            on_row=lambda row: progress.update(task, advance=1, description=f"{row['space']} {row['model']}: {row['status']}"),
-            on_note=lambda text: console.print(text, markup=False, highlight=False),
+            on_row=lambda row: shown.update(f"{row['index']}: {row['space']} {row['model']}: {row['status']}"),
         )
     print_line = functools.partial(console.print, markup=False, highlight=False)
-    print_line(f"{report.rows.total()} rows in {report.seconds:.0f} s")
     for (space, status), count in sorted(report.rows.items()):
         print_line(f"{space}: {count} x {status}")
     for reason, count in report.left_out.most_common(5):
@@ -114,11 +100,7 @@ def collect(words: Sequence[str]) -> None:
 
 
 def train(words: Sequence[str]) -> None:
-    """Train one predictor on tables, and write its weights and its card.
-
-    Raises:
-        PerfGuardError: for tables or names that cannot be right.
-    """
+    """Train one predictor on tables, and write its weights and its card."""
     from perfguard_research.train import train_and_write
 
     parser = argparse.ArgumentParser(prog="perfguard train", description="Train a predictor on tables of measured runs.")
@@ -130,26 +112,22 @@ def train(words: Sequence[str]) -> None:
     learner_class(arguments.predictor)
     settings = _settings(arguments.set)
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("all rows", total=None, loss="")
-
-        def on_epoch(done: int, of: int, loss: float) -> None:
-            progress.update(bar, completed=done, total=of, loss=f"loss {loss:.4f}")
-
+    with console.status(f"{arguments.predictor}: folds") as shown:
         written = train_and_write(
-            arguments.predictor, settings, arguments.tables, arguments.out, cache=arguments.cache, jobs=arguments.jobs,
-            most_operators=arguments.most_operators, on_epoch=on_epoch,
-        )  # fmt: skip
+            arguments.predictor,
+            settings,
+            arguments.tables,
+            arguments.out,
+            cache=arguments.cache,
+            jobs=arguments.jobs,
+            most_operators=arguments.most_operators,
+            on_epoch=lambda done, of, loss: shown.update(f"all rows: {done} of {of}, loss {loss:.4f}"),
+        )
     console.print(written, markup=False, highlight=False)
 
 
 def leaderboard(words: Sequence[str]) -> None:
-    """Judge predictors on the same held-out runs, and print tables.
-
-    Raises:
-        PerfGuardError: for tables or names that cannot be right.
-    """
+    """Judge predictors on the same held-out runs, and print tables."""
     from perfguard_research.leaderboard import as_json, as_markdown, entries, fit_scores, predictions
 
     parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
@@ -171,10 +149,12 @@ def leaderboard(words: Sequence[str]) -> None:
     )  # fmt: skip
     lines, scores = entries(runs, found), fit_scores(runs, found)
     sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
-    command = " ".join(["perfguard leaderboard", *["TABLE"] * len(arguments.tables), *_options(words)])
+    words = ["--predictors", arguments.predictors, "--splits", arguments.splits, "--most-operators", arguments.most_operators]
+    options = " ".join(map(str, [*words, *(f"--set {setting}" for setting in arguments.set)]))
+    made = f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}"
     head = (
-        f"# Leaderboard\n\n    {command}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
-        f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
+        f"# Leaderboard\n\n    perfguard leaderboard TABLE... {options}\n\n"
+        f"{len(runs):,} runs: {sources}. {made}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
         "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
         "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
     )
@@ -184,15 +164,6 @@ def leaderboard(words: Sequence[str]) -> None:
         arguments.out.write_text(text, encoding="utf-8")
         arguments.out.with_suffix(".json").write_text(as_json(lines, scores) + "\n", encoding="utf-8")
     print(text)
-
-
-def _options(words: Sequence[str]) -> list[str]:
-    """Options of the command line, without the paths of tables, cache and results."""
-    options: list[str] = []
-    for name, value in zip(words, [*words[1:], ""], strict=True):
-        if name in ("--predictors", "--splits", "--most-operators", "--set"):
-            options += [name, value]
-    return options
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from rich.progress import track
@@ -40,7 +40,6 @@ from perfguard_research.operators import Operator
 from perfguard_research.papers.layers import FEATURE_SETS
 from perfguard_research.tables import MeasuredRow, parser_of
 
-T = TypeVar("T")
 STEPS = ("workload", "transformer", "collected", "run")
 """Kinds of table whose rows are steps of whole networks."""
 ALL_TABLES = (*STEPS, "perceptron", "operator")
@@ -147,32 +146,30 @@ def dataset_of(
     Raises:
         TableError: if a table cannot be read or is of no known kind.
     """
-    names = (view,) if isinstance(view, str) else tuple(view)
+    look = functools.partial(_look, names=(view,) if isinstance(view, str) else tuple(view), cache=cache / "graphs")
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
         rows, rejected = _read(table, most_operators, seed)
         cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
-        groups = _groups_of(rows, cache / "graphs")
-        _trace_groups(groups, jobs)
         dataset.rejected.extend(rejected)
-        for found in _mapped(functools.partial(_look, names=names), groups, jobs, "looking"):
-            dataset.runs.extend(run for run in found if isinstance(run, Run))
-            dataset.rejected.extend(reason for reason in found if isinstance(reason, str))
+        networks = _by_network(rows)
+        with ProcessPoolExecutor(jobs, initializer=_prepare_worker) as pool:
+            results = pool.map(look, networks, chunksize=4)
+            for found in track(results, table.name, len(networks), transient=True, disable=not sys.stderr.isatty()):
+                dataset.runs.extend(run for run in found if isinstance(run, Run))
+                dataset.rejected.extend(reason for reason in found if isinstance(reason, str))
     return dataset._replace(cpus=frozenset(cpus))
 
 
 def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, Device, OpGraph]]:
-    """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph.
-
-    The graphs must be in the ``cache``.
-    """
+    """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph."""
     for table in tables:
-        for group in _groups_of(_read(table, 0, 0)[0], cache / "graphs"):
-            runs = [_run(row, {}) for row in group.rows]
+        for rows in _by_network(_read(table, 0, 0)[0]):
+            runs = [_run(row, {}) for row in rows]
             if any(map(wanted, runs)):
-                for run, (_, device, graph) in zip(runs, _read_group(group), strict=True):
+                for run, (row, graph) in zip(runs, _graphs(rows, cache / "graphs"), strict=True):
                     if isinstance(graph, OpGraph) and wanted(run):
-                        yield run, device, graph
+                        yield run, row.device, graph
 
 
 def _read(table: Path, most_operators: int, seed: int) -> tuple[list[MeasuredRow], list[str]]:
@@ -218,44 +215,10 @@ def _absurd(row: MeasuredRow) -> str:
 # Graphs
 
 
-class _Group(NamedTuple):
-    """Rows of one network, and the archive of their graphs."""
-
-    archive: Path
-    rows: tuple[MeasuredRow, ...]
-
-
-def _groups_of(rows: Iterable[MeasuredRow], cache: Path) -> list[_Group]:
+def _by_network(rows: Iterable[MeasuredRow]) -> list[tuple[MeasuredRow, ...]]:
     """The rows by network, in an order that does not depend on the table's."""
     ordered = sorted(rows, key=lambda row: (str(row.structure), row.gpu, row.batch_size))
-    groups = []
-    for structure, members in itertools.groupby(ordered, key=lambda row: row.structure):
-        own = tuple(members)
-        what = "3", structure, sorted({_member(row) for row in own})  # 3: the format of archives
-        groups.append(_Group(cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip", own))
-    return groups
-
-
-def _member(row: MeasuredRow) -> str:
-    return f"{row.gpu}/{row.batch_size}"
-
-
-def _trace_groups(groups: Sequence[_Group], jobs: int) -> None:
-    """Trace what no archive holds yet, ``jobs`` networks at once."""
-    missing = [group for group in groups if not isinstance(group.rows[0].network, Operator) and not group.archive.is_file()]
-    for group in missing[:1]:
-        group.archive.parent.mkdir(parents=True, exist_ok=True)
-    for _ in _mapped(_trace, missing, jobs, "tracing"):
-        pass
-
-
-def _mapped(function: Callable[[_Group], T], groups: Sequence[_Group], jobs: int, description: str) -> Iterator[T]:
-    """``function`` of each group, in processes, in order, with a progress bar."""
-    if not groups:
-        return
-    with ProcessPoolExecutor(jobs, initializer=_prepare_worker) as pool:
-        results = pool.map(function, groups, chunksize=4)
-        yield from track(results, total=len(groups), description=description, transient=True, disable=not sys.stderr.isatty())
+    return [tuple(members) for _, members in itertools.groupby(ordered, key=lambda row: row.structure)]
 
 
 def _prepare_worker() -> None:
@@ -266,45 +229,54 @@ def _prepare_worker() -> None:
     warnings.simplefilter("ignore")
 
 
-def _trace(group: _Group) -> None:
-    partial = group.archive.with_suffix(f".{os.getpid()}")
+def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[MeasuredRow, OpGraph | str]]:
+    """Yield each row of one network with its graph, or with the reason why it has no graph. They are traced once."""
+    if isinstance(rows[0].network, Operator):  # written down, not traced
+        for row in rows:
+            yield row, row.graph(None, TraceCache(), row.device)
+        return
+    what = "3", rows[0].structure, sorted({_member(row) for row in rows})  # 3: the format of archives
+    path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
+    if not path.is_file():
+        _trace(rows, path)
+    with zipfile.ZipFile(path) as archive:
+        names = set(archive.namelist())
+        for name, members in itertools.groupby(rows, key=_member):
+            found = OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode()
+            for row in members:
+                yield row, found
+
+
+def _member(row: MeasuredRow) -> str:
+    return f"{row.gpu}/{row.batch_size}"
+
+
+def _trace(rows: Sequence[MeasuredRow], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(partial, "w") as archive:
         try:
-            model = group.rows[0].make_model()
+            model = rows[0].make_model()
             traces = TraceCache()
-            for name, row in {_member(row): row for row in group.rows}.items():
+            for name, row in {_member(row): row for row in rows}.items():
                 archive.writestr(name, row.graph(model, traces, row.device).to_bytes())
         except PerfGuardError as error:
             archive.writestr("error", str(error))
-    partial.replace(group.archive)
+    partial.replace(path)
     gc.collect()
 
 
-def _read_group(group: _Group) -> Iterator[tuple[MeasuredRow, Device, OpGraph | str]]:
-    """Yield each row with its device and its graph, or with the reason why it has no graph."""
-    if isinstance(group.rows[0].network, Operator):  # written down, not traced
-        for row in group.rows:
-            yield row, row.device, row.graph(None, TraceCache(), row.device)
-        return
-    with zipfile.ZipFile(group.archive) as archive:
-        names = set(archive.namelist())
-        for name, rows in itertools.groupby(group.rows, key=_member):
-            found = OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode()
-            for row in rows:
-                yield row, row.device, found
-
-
-def _look(group: _Group, names: tuple[str, ...]) -> list[Run | str]:
-    """The runs of a group, or the reasons why there are none."""
+def _look(rows: Sequence[MeasuredRow], names: tuple[str, ...], cache: Path) -> list[Run | str]:
+    """The runs of a network, or the reasons why there are none."""
     found: list[Run | str] = []
     previous: tuple[OpGraph, Device, Arrays] | None = None
-    for row, device, graph in _read_group(group):
+    for row, graph in _graphs(rows, cache):
         if isinstance(graph, str):
             found.append(graph)
             continue
-        if previous is None or previous[0] is not graph or previous[1] != device:
-            views = [FEATURE_SETS[name].compute(graph, device) for name in names]
-            previous = graph, device, {name: values for view in views for name, values in view.items()}
+        if previous is None or previous[0] is not graph or previous[1] != row.device:
+            views = [FEATURE_SETS[name].compute(graph, row.device) for name in names]
+            previous = graph, row.device, {name: values for view in views for name, values in view.items()}
         found.append(_run(row, previous[2]))
     return found
 
@@ -363,19 +335,6 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     Raises:
         ValueError: for another name.
     """
-    if split in ("gpu", "source"):
-        names = [getattr(run, split) for run in runs]
-        # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
-        sizes = Counter[str]()
-        stays = {run.gpu for run in runs} != {"cpu"}
-        for name, run in zip(names, runs, strict=True):
-            if not (stays and run.gpu == "cpu"):
-                sizes[name] += 1 if run.is_single else 1_000_000
-        parts = _parts_of(sizes, number, seed)
-        held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
-        judged = [name if not (stays and run.gpu == "cpu") else "" for name, run in zip(names, runs, strict=True)]
-        made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in judged]) for some in held_out]
-        return [fold for fold in made if fold.learn]
     if split == "random":
         order = list(range(len(runs)))
         random.Random(seed).shuffle(order)
@@ -388,7 +347,21 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
             part_of |= {(table, family): part for family, part in parts.items()}
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
         return [fold for fold in made if fold.learn and fold.judge]
-    raise ValueError(f"A split is 'family', 'source', 'gpu' or 'random', not {split!r}.")
+    if split not in ("gpu", "source"):
+        raise ValueError(f"A split is 'family', 'source', 'gpu' or 'random', not {split!r}.")
+    only_cpus = all(run.gpu == "cpu" for run in runs)
+    names = [None if run.gpu == "cpu" and not only_cpus else getattr(run, split) for run in runs]
+    # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
+    sizes = Counter[str]()
+    for name, run in zip(names, runs, strict=True):
+        if name is not None:
+            sizes[name] += 1 if run.is_single else 1_000_000
+    parts = _parts_of(sizes, number, seed)
+    made = []
+    for part in sorted(set(parts.values())):
+        held_out = sorted(name for name in parts if parts[name] == part)
+        made.append(_fold(f"without {', '.join(held_out)}", [name in held_out for name in names]))
+    return [fold for fold in made if fold.learn]
 
 
 def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import csv
+import functools
 import itertools
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
+from torch import nn
 
 from perfguard.devices import Device
-from perfguard.exceptions import ConfigurationError, PerfGuardError
+from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.predictor import Estimate, Prediction, Predictor
 from perfguard_research.tables import MIB, MeasuredRow, MemoryKind, kind_of_table, parser_of
@@ -34,13 +39,13 @@ def predicted_columns(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 class Evaluated(NamedTuple):
-    """One row with its prediction; some are None where ``error`` says why."""
+    """One row with its prediction. Without one, ``error`` says why."""
 
-    row: MeasuredRow | None
-    prediction: Prediction | None
-    memory: Estimate | None
+    row: MeasuredRow | None = None
+    prediction: Prediction | None = None
+    memory: Estimate | None = None
     """The predicted peak of the row's own kind of memory."""
-    device: Device | None
+    device: Device | None = None
     error: str = ""
 
     def columns(self) -> dict[str, str]:
@@ -62,12 +67,7 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(
-    columns: Sequence[str],
-    rows: Sequence[Mapping[str, str]],
-    path: str | Path,
-    predictor: Predictor,
-    *,
-    on_row: Callable[[], None] = lambda: None,
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], path: str | Path, predictor: Predictor
 ) -> list[Evaluated]:
     """Predict every row of a table, in the order of the table. A row that cannot be predicted has an ``error``.
 
@@ -76,47 +76,41 @@ def evaluate(
         rows: as `read_table` gives them.
         path: the file of the table. Files that belong to it lie beside it.
         predictor: the predictor to compare with the rows.
-        on_row: called after each row, for a progress bar.
 
     Raises:
         TableError: if the table is of no known kind.
     """
     parse = parser_of(columns, path)
-    results: list[Evaluated | None] = [None] * len(rows)
+    results: dict[int, Evaluated] = {}
     readable: list[tuple[int, MeasuredRow]] = []
     for index, raw in enumerate(rows):
         try:
             readable.append((index, parse(raw)))
         except PerfGuardError as error:
-            results[index] = Evaluated(None, None, None, None, str(error))
-            on_row()
-    # Rows of one network follow each other: it is made once, and of its batches only some are traced.
+            results[index] = Evaluated(error=str(error))
+    # Rows of one network follow each other: it is made once, and of equal structures only one is traced.
     readable.sort(key=lambda item: (str(item[1].structure), item[1].gpu, item[1].batch_size))
-    for _, group in itertools.groupby(readable, key=lambda item: item[1].structure):
-        members, traces, model = list(group), TraceCache(), None
-        try:
-            model, failure = members[0][1].make_model(), ""
-        except Exception as error:
-            failure = _in_words(error)
+    shown = track(readable, description="rows", transient=True, disable=not sys.stderr.isatty())
+    for _, members in itertools.groupby(shown, key=lambda item: item[1].structure):
+        make_model: Callable[[], nn.Module | None] | None = None
+        traces = TraceCache()
         for index, row in members:
-            try:
-                device = row.device if row.capacity_bytes is None else row.device.with_memory(int(row.capacity_bytes))
-                if failure:
-                    results[index] = Evaluated(row, None, None, None, failure)
-                else:
-                    graph = row.graph(model, traces, device)
-                    prediction = predictor.predict(graph, device)
-                    memory = memory_of_kind(row.memory_kind, prediction, graph, device)
-                    results[index] = Evaluated(row, prediction, memory, device)
-            except Exception as error:  # a row that cannot be done is a row with an error
-                results[index] = Evaluated(row, None, None, None, _in_words(error))
-            on_row()
-    return [result for result in results if result is not None]
+            make_model = make_model or functools.cache(row.make_model)
+            results[index] = _evaluated(row, make_model, traces, predictor)
+    return [results[index] for index in range(len(rows))]
 
 
-def _in_words(error: Exception) -> str:
-    text = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())
+def _evaluated(
+    row: MeasuredRow, make_model: Callable[[], nn.Module | None], traces: TraceCache, predictor: Predictor
+) -> Evaluated:
+    try:
+        device = row.device if row.capacity_bytes is None else row.device.with_memory(int(row.capacity_bytes))
+        graph = row.graph(make_model(), traces, device)
+        prediction = predictor.predict(graph, device)
+        return Evaluated(row, prediction, memory_of_kind(row.memory_kind, prediction, graph, device), device)
+    except Exception as error:  # a row that cannot be done is a row with an error
+        text = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
+        return Evaluated(row, error=" ".join(text.split()))
 
 
 def memory_of_kind(kind: MemoryKind, prediction: Prediction, graph: OpGraph, device: Device) -> Estimate:
@@ -135,41 +129,38 @@ def memory_of_kind(kind: MemoryKind, prediction: Prediction, graph: OpGraph, dev
     return Estimate(median, driver.log_sigma * max(driver.median / median, 1.0))
 
 
-class Score(NamedTuple):
-    """Errors of the predictions of one quantity. An error is |predicted / measured - 1|."""
+def score(pairs: Sequence[tuple[float, Estimate]]) -> dict[str, float] | None:
+    """The score of pairs of measured and predicted; None if there are none.
 
-    rows: int
-    mean: float
-    median: float
-    p90: float
-    coverage: float
-    """Share of the measurements that the 90% intervals hold."""
-
-
-def score(pairs: Iterable[tuple[float, Estimate]]) -> Score | None:
-    """The score of pairs of measured and predicted; None if there are none."""
-    pairs = list(pairs)
+    An error is |predicted / measured - 1|. The coverage is the share of the measurements that the 90% intervals hold.
+    """
     if not pairs:
         return None
-    errors = sorted(abs(estimate.median / measured - 1) for measured, estimate in pairs)
+    errors = [abs(estimate.median / measured - 1) for measured, estimate in pairs]
     inside = [low <= measured <= high for measured, estimate in pairs for low, high in [estimate.interval()]]
-    p90 = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
-    return Score(len(pairs), statistics.fmean(errors), statistics.median(errors), p90, sum(inside) / len(inside))
+    p90 = float(np.quantile(errors, 0.9, method="inverted_cdf"))
+    return {
+        "rows": len(pairs),
+        "mean": statistics.fmean(errors),
+        "median": statistics.median(errors),
+        "p90": p90,
+        "coverage": statistics.fmean(inside),
+    }
 
 
-def report(results: Sequence[Evaluated], *, threshold: float = 0.5) -> list[dict[str, Any]]:
+def report(results: Sequence[Evaluated]) -> list[dict[str, Any]]:
     """Return the scores of memory and of time by source, mode and GPU.
 
-    They include the fractions of failed and of fitting runs that would be pruned at P(out of memory) above ``threshold``.
+    They include the fractions of failed and of fitting runs that would be pruned at P(out of memory) above one half.
     """
-    groups: dict[tuple[str, str, str], list[Evaluated]] = {}
+    groups: defaultdict[tuple[str, str, str], list[Evaluated]] = defaultdict(list)
     for result in results:
         if result.row is not None:
-            groups.setdefault((result.row.source, result.row.mode, result.row.gpu), []).append(result)
-    return [_group_report(key, group, threshold) for key, group in sorted(groups.items())]
+            groups[result.row.source, result.row.mode, result.row.gpu].append(result)
+    return [_group_report(*key, group) for key, group in sorted(groups.items())]
 
 
-def _group_report(key: tuple[str, str, str], group: Sequence[Evaluated], threshold: float) -> dict[str, Any]:
+def _group_report(source: str, mode: str, gpu: str, group: Sequence[Evaluated]) -> dict[str, Any]:
     memory: list[tuple[float, Estimate]] = []
     time: list[tuple[float, Estimate]] = []
     utilisation: list[float] = []
@@ -178,45 +169,34 @@ def _group_report(key: tuple[str, str, str], group: Sequence[Evaluated], thresho
         if row is None or prediction is None or device is None or own_memory is None:
             continue
         if row.status in pruned:
-            pruned[row.status].append(prediction.p_oom(device.memory_bytes) > threshold)
+            pruned[row.status].append(prediction.p_oom(device.memory_bytes) > 0.5)
         if row.status == "ok" and row.memory_bytes is not None and row.memory_kind != "unknown":
             memory.append((row.memory_bytes, own_memory))
         if row.status == "ok" and row.step_time_s is not None:
             time.append((row.step_time_s, prediction.step_time))
         if row.gpu_util and prediction.gpu_util is not None:
             utilisation.append(abs(prediction.gpu_util / row.gpu_util - 1))
-    caught, lost = (sum(flags) / len(flags) if flags else None for flags in (pruned["oom"], pruned["ok"]))
-    scores = {"memory": score(memory), "time": score(time)}
+    shares = {"mean": statistics.fmean(utilisation), "median": statistics.median(utilisation)} if utilisation else {}
     return {
-        **dict(zip(("source", "mode", "gpu"), key, strict=True)),
+        "source": source,
+        "mode": mode,
+        "gpu": gpu,
         "rows": len(group),
         "errors": sum(bool(result.error) for result in group),
-        **{name: None if value is None else value._asdict() for name, value in scores.items()},
-        "gpu_util": None
-        if not utilisation
-        else {"rows": len(utilisation), "mean": statistics.fmean(utilisation), "median": statistics.median(utilisation)},
+        "memory": score(memory),
+        "time": score(time),
+        "gpu_util": {"rows": len(utilisation), **shares} if utilisation else None,
         "oom_rows": len(pruned["oom"]),
-        "oom_caught": caught,
-        "fitting_pruned": lost,
+        "oom_caught": statistics.fmean(pruned["oom"]) if pruned["oom"] else None,
+        "fitting_pruned": statistics.fmean(pruned["ok"]) if pruned["ok"] else None,
     }
 
 
-def write_predictions(
-    path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]
-) -> None:
-    """Write the table with the predicted columns after its own.
-
-    Raises:
-        ConfigurationError: if it cannot be written.
-    """
-    added = predicted_columns(columns)
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*(column for column in columns if column not in added), *added], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows({**row, **result.columns()} for row, result in zip(rows, results, strict=True))
-    except OSError as error:
-        raise ConfigurationError(f"The predictions cannot be written to {str(path)!r}: {error}") from error
+def with_predictions(columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]) -> str:
+    """The table as CSV, with the predicted columns after its own."""
+    predicted = pd.DataFrame([result.columns() for result in results]).reindex(columns=predicted_columns(columns))
+    own = pd.DataFrame(rows, columns=columns).drop(columns=predicted.columns, errors="ignore")
+    return str(own.join(predicted).to_csv(index=False))
 
 
 def as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:

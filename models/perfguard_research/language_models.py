@@ -1,4 +1,4 @@
-"""Language models of measured runs that no package has: MosaicML's MPT and the model of Stanford's course CS336.
+"""The language model of Stanford's course CS336, which no package has.
 
 B: samples, T: tokens, D: width, H: heads.
 """
@@ -10,46 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 Config = Mapping[str, Any]
-
-
-class MptBlock(nn.Module):
-    """Pre-norm attention and perceptron, as in llm-foundry (mosaicml/llm-foundry: llmfoundry/models/layers/blocks.py)."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D)
-        q, k, v = (_split(part, self.heads) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        x = x + self.out(_joined(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
-        return out
-
-
-class Mpt(nn.Module):
-    """A decoder with learned positions and tied embeddings."""
-
-    def __init__(self, config: Config, *, checkpointing: bool) -> None:
-        super().__init__()
-        width = config["d_model"]
-        self.checkpointing = checkpointing
-        self.tokens, self.positions = nn.Embedding(config["vocab_size"], width), nn.Embedding(config["max_seq_len"], width)
-        self.blocks = nn.ModuleList(MptBlock(width, config["n_heads"]) for _ in range(config["n_layers"]))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) → (B, T, words)
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        return F.linear(self.norm(x), self.tokens.weight)
 
 
 class RmsNorm(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from perfguard_models.trees import Forest, forest_of_boosting
 from perfguard_research.dataset import Run
 from perfguard_research.learners import OnEpoch, labels_of
 
+Values = npt.NDArray[np.float64]
 _FEWEST_ROWS = 50
 _ROUNDS = 2
 _QUANTILE = 0.45
@@ -28,17 +29,6 @@ _QUANTILE = 0.45
 _CONSTANTS = np.linspace(0, 3 * 2**30, 97)
 _FACTORS = math.log(0.5), math.log(4.0)
 """Ends for intervals that are open on one side."""
-
-
-class _Interval(NamedTuple):
-    """Bounds on log(measured / computed). Shapes: (n,). They are equal where it was measured."""
-
-    low: npt.NDArray[np.float64]
-    high: npt.NDArray[np.float64]
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(np.isfinite(self.low) | np.isfinite(self.high))
 
 
 class TrainableMemory(MemoryForest):
@@ -51,29 +41,28 @@ class TrainableMemory(MemoryForest):
         self.constant = 0.0 if {run.gpu for run in whole} == {"cpu"} else _constant_of(whole)
         for target in PREDICTED if whole else ():
             measured = labels_of(whole, target) - self.start(whole, target)
-            self._fit_forests(target, whole, _Interval(measured, measured))
-        self._fit_forests(LIMIT, whole, self._bounds(whole))
+            self._fit_forests(target, whole, measured, measured)
+        self._fit_forests(LIMIT, whole, *self._bounds(whole))
 
-    def _fit_forests(self, name: str, runs: Sequence[Run], interval: _Interval) -> None:
-        if interval.known.sum() >= _FEWEST_ROWS:
-            self.forests[name] = self._fitted(sums_table(runs), interval, _QUANTILE if name == "memory" else 0.5)
-
-    def _fitted(self, x: npt.NDArray[np.float32], interval: _Interval, quantile: float) -> list[Forest]:
-        known = interval.known
-        low = np.where(np.isfinite(interval.low), interval.low, np.minimum(_FACTORS[0], interval.high))[known]
-        high = np.where(np.isfinite(interval.high), interval.high, np.maximum(_FACTORS[1], interval.low))[known]
-        both = (np.isfinite(interval.low) & np.isfinite(interval.high))[known]
+    def _fit_forests(self, name: str, runs: Sequence[Run], low: Values, high: Values) -> None:
+        """Fit to bounds on log(measured / computed). Shapes: (n,). They are equal where it was measured; NaN: unknown."""
+        known = np.isfinite(low) | np.isfinite(high)
+        if known.sum() < _FEWEST_ROWS:
+            return
+        x, low, high = sums_table(runs)[known], low[known], high[known]
+        both, quantile = np.isfinite(low) & np.isfinite(high), _QUANTILE if name == "memory" else 0.5
+        low, high = (
+            np.where(np.isfinite(low), low, np.minimum(_FACTORS[0], high)),
+            np.where(np.isfinite(high), high, np.maximum(_FACTORS[1], low)),
+        )
         usual = float(np.median(((low + high) / 2)[both])) if both.any() else 0.0
         y = np.where(both, (low + high) / 2, np.clip(usual, low, high))
-        if np.array_equal(low, high):
-            return [self._boosted(x[known], y, quantile, seed) for seed in range(self.settings["forests"])]
-        for _ in range(_ROUNDS):
-            y = np.clip(self._boosted(x[known], y, quantile, 0, trees=150).predict(x[known]), low, high)
-        return [self._boosted(x[known], y, quantile, seed) for seed in range(self.settings["forests"])]
+        if not np.array_equal(low, high):
+            for _ in range(_ROUNDS):
+                y = np.clip(self._boosted(x, y, quantile, 0, trees=150).predict(x), low, high)
+        self.forests[name] = [self._boosted(x, y, quantile, seed) for seed in range(self.settings["forests"])]
 
-    def _boosted(
-        self, x: npt.NDArray[Any], y: npt.NDArray[np.float64], quantile: float, seed: int, trees: int | None = None
-    ) -> Forest:
+    def _boosted(self, x: npt.NDArray[Any], y: Values, quantile: float, seed: int, trees: int | None = None) -> Forest:
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         model = HistGradientBoostingRegressor(
@@ -89,7 +78,7 @@ class TrainableMemory(MemoryForest):
         )
         return forest_of_boosting(model.fit(x, y))
 
-    def _bounds(self, runs: Sequence[Run]) -> _Interval:
+    def _bounds(self, runs: Sequence[Run]) -> tuple[Values, Values]:
         """Bounds for runs without measured memory that fitted or did not."""
         start = self.start(runs, LIMIT)
         low, high = np.full(len(runs), -np.inf), np.full(len(runs), np.inf)
@@ -103,7 +92,7 @@ class TrainableMemory(MemoryForest):
                 high[index] = capacity - start[index if run.fits or ok is None else ok]
             if not run.fits or failed is not None:
                 low[index] = capacity - start[index if not run.fits or failed is None else failed]
-        return _Interval(np.minimum(low, high), np.maximum(low, high))
+        return np.minimum(low, high), np.maximum(low, high)
 
 
 def bracketed(runs: Sequence[Run]) -> dict[tuple[str, str], tuple[int | None, int | None]]:

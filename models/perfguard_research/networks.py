@@ -6,11 +6,10 @@ others. Networks of ``perfguard:`` are made of a few sizes; `perfguard collect` 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from perfguard.exceptions import TableError
 from perfguard.workload import TensorSpec
-from perfguard_research.language_models import BasicsTransformerLM, Mpt
+from perfguard_research.language_models import BasicsTransformerLM
 
 Config = Mapping[str, Any]
 
@@ -66,7 +65,7 @@ class Network:
     def num_indices(self) -> int:
         """Integers of a batch and of its targets lie below."""
         sizes = self.config
-        return int(sizes.get("vocab_size") or sizes.get("vocabulary") or sizes.get("classes") or sizes.get("num_classes") or 1000)
+        return int(sizes.get("vocab_size") or sizes.get("classes") or sizes.get("num_classes") or 1000)
 
     def make(self) -> nn.Module:
         """The network, on the current default device. On the meta device it takes no memory.
@@ -342,25 +341,52 @@ class Checkpointed(nn.Module):
         return out
 
 
+def _blocks(network: Network, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    return [Checkpointed(block) for block in blocks] if network.checkpointing else list(blocks)
+
+
+def _classified(*layers: nn.Module, width: int, sizes: Config) -> nn.Module:
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, sizes["classes"]))
+
+
 class ConvBlock(nn.Module):
     """Convolution, norm, activation; plain, with a residual connection, or depthwise and then pointwise."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, sizes: Config) -> None:
+    def __init__(self, width: int, stride: int, sizes: Config) -> None:
         super().__init__()
-        kernel, depthwise = sizes["kernel"], sizes["style"] == "depthwise"
-        norms: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": functools.partial(nn.GroupNorm, 2)}
-        middle = inputs if depthwise else outputs
-        layers: list[nn.Module] = [
-            nn.Conv2d(inputs, middle, kernel, stride, kernel // 2, groups=inputs if depthwise else 1, bias=False)
-        ]
-        layers += [nn.Conv2d(middle, outputs, 1)] if depthwise else []
-        layers += [norms[sizes["norm"]](outputs)] if sizes["norm"] in norms else []
+        kernel, is_depthwise = sizes["kernel"], sizes["style"] == "depthwise"
+        groups = width if is_depthwise else 1
+        layers: list[nn.Module] = [nn.Conv2d(width, width, kernel, stride, kernel // 2, groups=groups, bias=False)]
+        if is_depthwise:
+            layers.append(nn.Conv2d(width, width, 1))
+        if sizes["norm"] != "none":
+            layers.append(nn.BatchNorm2d(width) if sizes["norm"] == "batch" else nn.GroupNorm(2, width))
         self.body = nn.Sequential(*layers, ACTIVATIONS[sizes["activation"]]())
-        self.is_residual = sizes["style"] == "residual" and inputs == outputs and stride == 1
+        self.is_residual = sizes["style"] == "residual" and stride == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.body(x)
         return x + y if self.is_residual else y
+
+
+def _cnn(network: Network, name: str) -> nn.Module:
+    sizes, width = network.config, network.config["width"]
+    blocks = (ConvBlock(width, 2 if at in sizes["down"] else 1, sizes) for at in range(sizes["depth"]))
+    return _classified(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), width=width, sizes=sizes)
+
+
+class Zero(nn.Module):
+    """Zeros like the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+def _edge(name: str, width: int) -> nn.Module:
+    if not name.startswith("conv"):
+        return {"none": Zero(), "skip": nn.Identity(), "pool": nn.AvgPool2d(3, 1, 1)}[name]
+    kernel = int(name[-1])
+    return nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width))
 
 
 class Cell(nn.Module):
@@ -378,61 +404,29 @@ class Cell(nn.Module):
         return nodes[-1]
 
 
+def _cells(network: Network, name: str) -> nn.Module:
+    sizes, width = network.config, network.config["width"]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for stage in range(3):
+        if stage:
+            layers += [nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width)]
+            width *= 2
+        layers += _blocks(network, (Cell(width, sizes["edges"]) for _ in range(sizes["cells"])))
+    return _classified(*layers, nn.ReLU(), width=width, sizes=sizes)
+
+
 class Recurrent(nn.Module):
     """A recurrent network over a sequence of vectors; its last output is classified."""
 
     def __init__(self, sizes: Config) -> None:
         super().__init__()
-        layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]]
-        both = sizes["bidirectional"]
+        layer, both = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]], sizes["bidirectional"]
         self.body = layer(sizes["inputs"], sizes["width"], sizes["depth"], batch_first=True, bidirectional=both)
         self.head = nn.Linear((2 if both else 1) * sizes["width"], sizes["classes"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.body(x)[0][:, -1])
         return out
-
-
-class Applied(nn.Module):
-    """A function of the inputs, without parameters."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.function(*inputs)
-
-
-def _edge(name: str, width: int) -> nn.Module:
-    if not name.startswith("conv"):
-        return {"none": Applied(torch.zeros_like), "skip": nn.Identity(), "pool": nn.AvgPool2d(3, 1, 1)}[name]
-    kernel = int(name[-1])
-    return nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width))
-
-
-def _blocks(network: Network, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    return [Checkpointed(block) for block in blocks] if network.checkpointing else list(blocks)
-
-
-def _head(width: int, sizes: Config) -> list[nn.Module]:
-    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, sizes["classes"])]
-
-
-def _cnn(network: Network, name: str) -> nn.Module:
-    sizes, width = network.config, network.config["width"]
-    blocks = [ConvBlock(width, width, 2 if index in sizes["down"] else 1, sizes) for index in range(sizes["depth"])]
-    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), *_head(width, sizes))
-
-
-def _cells(network: Network, name: str) -> nn.Module:
-    sizes, width, layers = network.config, network.config["width"], list[nn.Module]()
-    for stage in range(3):
-        if stage:
-            layers += [nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width)]
-            width *= 2
-        layers += _blocks(network, [Cell(width, sizes["edges"]) for _ in range(sizes["cells"])])
-    return nn.Sequential(nn.Conv2d(3, sizes["width"], 3, padding=1), *layers, nn.ReLU(), *_head(width, sizes))
 
 
 def _mlp(network: Network, name: str) -> nn.Module:
@@ -447,59 +441,28 @@ def _mlp(network: Network, name: str) -> nn.Module:
     return nn.Sequential(*_blocks(network, blocks), nn.Linear(before, sizes["classes"]))
 
 
-_ACTIVATIONS_OF_LAYERS = (
-    "ReLU", "Softplus", "PReLU", "SiLU", "Mish", "Identity", "SELU", "Tanh", "ELU", "LeakyReLU", "GELU", "Sigmoid",
+LAYERS = (
+    "linear", "batch_normalization", "dropout", "Softmax", "ReLU", "Softplus", "PReLU", "SiLU", "Mish", "Identity", "SELU",
+    "Tanh", "ELU", "LeakyReLU", "GELU", "Sigmoid",
 )  # fmt: skip
-LAYERS: dict[str, Callable[[int], nn.Module]] = {
-    "batch_normalization": nn.BatchNorm1d,
-    "dropout": lambda _: nn.Dropout(),
-    "Softmax": lambda _: nn.Softmax(dim=1),
-    **{name: functools.partial(lambda cls, _: cls(), getattr(nn, name)) for name in _ACTIVATIONS_OF_LAYERS},
-}
-"""Layers of GPUMemNet's perceptrons beside "linear", by their number of features."""
+"""Layers of GPUMemNet's perceptrons."""
+
+
+def _layer(kind: str, inputs: int, outputs: int) -> nn.Module:
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(inputs, outputs),
+        "batch_normalization": lambda: nn.BatchNorm1d(outputs),
+        "dropout": nn.Dropout,
+        "Softmax": lambda: nn.Softmax(dim=1),
+    }
+    make: Callable[[], nn.Module] = layers[kind] if kind in layers else getattr(nn, kind)
+    return make()
 
 
 def _perceptron(network: Network, name: str) -> nn.Module:
     """The layers in their order, as GPUMemNet writes them: kind and number of features of each."""
-    modules: list[nn.Module] = []
-    width = network.config["inputs"]
-    for kind, features in network.config["layers"]:
-        modules.append(nn.Linear(width, features) if kind == "linear" else LAYERS[kind](features))
-        width = features
-    return nn.Sequential(*modules)
-
-
-_OPERATORS: dict[str, Callable[[Config], nn.Module]] = {
-    "linear": lambda s: nn.Linear(s["inputs"], s["outputs"]),
-    "conv": lambda s: nn.Conv2d(s["inputs"], s["outputs"], s["kernel"], s["stride"], s["kernel"] // 2),
-    "depthwise-conv": lambda s: nn.Conv2d(s["inputs"], s["inputs"], s["kernel"], s["stride"], s["kernel"] // 2, 1, s["inputs"]),
-    "layer-norm": lambda s: nn.LayerNorm(s["inputs"]),
-    "batch-norm": lambda s: nn.BatchNorm2d(s["inputs"]),
-    "embedding": lambda s: nn.Embedding(s["vocabulary"], s["outputs"]),
-    "bmm": lambda s: Applied(torch.bmm),
-    "softmax": lambda s: nn.Softmax(-1),
-    "gelu": lambda s: nn.GELU(),
-    "add": lambda s: Applied(torch.add),
-    "max-pool": lambda s: nn.MaxPool2d(s["kernel"], s["stride"], s["kernel"] // 2),
-    "attention": lambda s: Applied(F.scaled_dot_product_attention),
-}
-TRAINABLE_OPERATORS = ("linear", "conv", "depthwise-conv", "layer-norm", "batch-norm", "embedding")
-OPERATORS = tuple(_OPERATORS)
-
-
-def _operator_batch(network: Network, name: str, n: int, train: bool) -> Batch:
-    sizes, op = network.config, network.config["op"]
-    matrix = (n, sizes.get("length", 1), sizes.get("inputs", 1))
-    inputs: Any = [matrix, matrix] if op == "add" else matrix
-    if op in ("conv", "depthwise-conv", "batch-norm", "max-pool"):
-        inputs = n, sizes["inputs"], sizes["img_size"], sizes["img_size"]
-    elif op == "embedding":
-        inputs = TensorSpec((n, sizes["length"]), "int64")
-    elif op == "bmm":
-        inputs = [matrix, (n, sizes["inputs"], sizes["outputs"])]
-    elif op == "attention":
-        inputs = [(n, sizes["heads"], sizes["length"], sizes["head_width"])] * 3
-    return Batch(inputs, None, mean_of)
+    kinds, widths = zip(*network.config["layers"], strict=True)
+    return nn.Sequential(*map(_layer, kinds, (network.config["inputs"], *widths), widths))
 
 
 def _sized(*names: str) -> Callable[[Network, str, int, bool], Batch]:
@@ -519,11 +482,9 @@ _KINDS: dict[str, _Kind] = {
     "diffusers": _Kind(_diffusers, _latents),
     "kuangliu": _Kind(_kuangliu, _images),
     "cs336": _Kind(lambda network, _: BasicsTransformerLM(network.config), _tokens),
-    "mpt": _Kind(lambda network, _: Mpt(network.config, checkpointing=network.checkpointing), _tokens, checkpoints=True),
     "perfguard:cnn": _Kind(_cnn, _own_images, checkpoints=True),
     "perfguard:cells": _Kind(_cells, _own_images, checkpoints=True),
     "perfguard:mlp": _Kind(_mlp, _sized("inputs"), checkpoints=True),
     "perfguard:perceptron": _Kind(_perceptron, _sized("inputs")),
     "perfguard:recurrent": _Kind(lambda network, _: Recurrent(network.config), _sized("length", "inputs")),
-    "perfguard:operator": _Kind(lambda network, _: _OPERATORS[network.config["op"]](network.config), _operator_batch),
 }

@@ -14,7 +14,7 @@ from perfguard.exceptions import TableError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph.costs import convolution_attributes, product_flops
 from perfguard.workload import Mode, Precision
-from perfguard_research.csv_rows import Row, one_of, positive, whole
+from perfguard_research.csv_rows import Row, one_of, positive
 
 _POINTWISE = {  # aten's name, its kind, inputs, FLOPs of an element
     "add": ("add", "elementwise", 2, 1),
@@ -189,4 +189,4 @@ def _size(row: Row, op: str, column: str) -> int:
     name = of_both if row.get(of_both) and not row.get(column) else column
     if op == "linear" and column == "b" and not row.get(name):
         return 1
-    return whole(row, name) if column.startswith("padding") else positive(row, name)
+    return positive(row, name, or_zero=column.startswith("padding"))

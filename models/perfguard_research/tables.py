@@ -202,27 +202,11 @@ def _forward_backward(
     model.zero_grad(set_to_none=True)
 
 
-def _measured(row: Row) -> dict[str, Any]:
-    """What all tables of whole steps have."""
-    return {
-        "source": row.get("source") or "",
-        "gpu": text(row, "gpu"),
-        "batch_size": positive(row, "batch_size"),
-        "layout": one_of(row, "layout", get_args(Layout), "nchw"),
-        "compiled": is_true(row, "compiled"),
-        "status": (row.get("status") or "ok").lower(),
-        "framework": row.get("framework") or "",
-        "step_time_s": number(row, "step_time_ms", 1e-3),
-        "memory_bytes": number(row, "peak_memory_mib", MIB),
-        "gpu_util": share(row, "gpu_util", 100),
-        "sm_active": share(row, "sm_active"),
-    }
-
-
 # Kinds of table
 
 
-def _run_row(row: Row, kind: str) -> MeasuredRow:
+def run_row(row: Row, kind: str) -> MeasuredRow:
+    """A row of a table of runs. Other tables of whole steps are first translated into its columns."""
     precision, tf32 = PRECISIONS[one_of(row, "precision", tuple(PRECISIONS), "fp32")]
     mode = one_of(row, "mode", ("train", "forward_backward", "infer"))
     name, note, framework = text(row, "model"), row.get("note") or "", row.get("framework") or ""
@@ -240,8 +224,8 @@ def _run_row(row: Row, kind: str) -> MeasuredRow:
         unmodelled = f"The optimizer {optimizer!r} is not modelled. Known are {', '.join(OPTIMIZERS)}."
     folder = re.search(r"(?:^|; )((?:\w+_)?results(?:/\S*)?)$", note)  # of the source's results, where it has several
     return MeasuredRow(
-        **_measured(row),
         table=kind,
+        source=row.get("source") or "",
         family=family,
         network=Network(
             name=name,
@@ -252,8 +236,12 @@ def _run_row(row: Row, kind: str) -> MeasuredRow:
             before_torch2=before_torch2,
         ),
         mode="infer" if mode == "infer" else "train",
+        gpu=text(row, "gpu"),
+        batch_size=positive(row, "batch_size"),
         precision=precision,
         tf32=tf32,
+        layout=one_of(row, "layout", get_args(Layout), "nchw"),
+        compiled=is_true(row, "compiled"),
         optimizer=optimizer,
         # The course's own optimizer does so, too. A fused one cannot.
         by_parameter=(before_torch2 or name.startswith("cs336:")) and optimizer not in ("fused-adam", "none"),
@@ -265,8 +253,14 @@ def _run_row(row: Row, kind: str) -> MeasuredRow:
         ddp=parallel == "ddp",
         num_gpus=num_gpus,
         unmodelled=unmodelled,
+        status=(row.get("status") or "ok").lower(),
+        framework=framework,
         host=folder[1] if folder else "",
+        step_time_s=number(row, "step_time_ms", 1e-3),
         memory_kind=one_of(row, "memory_kind", get_args(MemoryKind), "unknown"),
+        memory_bytes=number(row, "peak_memory_mib", MIB),
+        gpu_util=share(row, "gpu_util", 100),
+        sm_active=share(row, "sm_active"),
         capacity_bytes=number(row, "memory_limit_mib", MIB),
         figures=_figures(row),
     )
@@ -284,42 +278,38 @@ def _figures(row: Row) -> Device | None:
     return device
 
 
-def _workload_row(row: Row) -> MeasuredRow:
+def _as_run(row: Row, *, family: str, **columns: Any) -> Row:
+    """``row`` with ``columns`` of a table of runs: on one GPU, read by the driver, PyTorch's default of TF32."""
+    precision = one_of(row, "precision", get_args(Precision), "fp32")
+    common = {
+        "num_gpus": "1",
+        "memory_kind": "driver",
+        "family": row.get("family") or family,
+        "precision": "tf32-conv" if precision == "fp32" else precision,
+    }
+    written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in columns.items()}
+    return {**row, **common, **written}
+
+
+def _workload(row: Row) -> Row:
     """A run of a timm model in cuDNN's benchmark mode."""
-    name, before_torch2 = text(row, "model"), (row.get("framework") or "").startswith(("torch0.", "torch1."))
-    mode = one_of(row, "mode", get_args(Mode))
-    return MeasuredRow(
-        **_measured(row),
-        table="workload",
-        family=row.get("family") or name.partition("_")[0],
-        network=Network(name=f"timm:{name}", input={"image": positive(row, "img_size")}, before_torch2=before_torch2),
-        mode=mode,
-        precision=one_of(row, "precision", get_args(Precision), "fp32"),
-        optimizer=one_of(row, "optimizer", tuple(OPTIMIZERS), "sgd-momentum") if mode == "train" else "none",
-        by_parameter=before_torch2,
-        cudnn_benchmark=True,
-    )
+    name, image = text(row, "model"), {"image": positive(row, "img_size")}
+    return _as_run(row, model=f"timm:{name}", family=name.partition("_")[0], input=image, cudnn_benchmark="True")
 
 
-def _transformer_row(row: Row, configurations: Mapping[str, Any]) -> MeasuredRow:
+def _transformer(row: Row, configurations: Mapping[str, Any]) -> Row:
     """Forward, and for training backward too, of a Hugging Face model with attention as it was before PyTorch 2."""
     name, length = text(row, "model"), positive(row, "seq_len")
     if name not in configurations:
         raise TableError(f"{name!r} is not in {_CONFIGURATIONS}, which has {', '.join(sorted(configurations)) or 'nothing'}")
     config = {key: value for key, value in configurations[name].items() if key not in ("model_type", "architectures")}
-    lengths = {"seq_len": length} | ({"target_len": length} if config.get("is_encoder_decoder") else {})
-    return MeasuredRow(
-        **_measured(row),
-        table="transformer",
-        family=row.get("family") or name.partition("_")[0],
-        network=Network(
-            name=f"hf:{configurations[name]['architectures'][0]}",
-            config=config | {"use_cache": False},
-            input=lengths,
-            before_torch2=True,
-        ),
-        mode=one_of(row, "mode", get_args(Mode)),
-        precision=one_of(row, "precision", get_args(Precision), "fp32"),
+    return _as_run(
+        row,
+        model=f"hf:{configurations[name]['architectures'][0]}",
+        family=name.partition("_")[0],
+        config=config | {"use_cache": False, "attn_implementation": "eager"},
+        input={"seq_len": length} | ({"target_len": length} if config.get("is_encoder_decoder") else {}),
+        mode="forward_backward" if one_of(row, "mode", get_args(Mode)) == "train" else "infer",
     )
 
 
@@ -330,38 +320,32 @@ def _read_configurations(table: Path) -> Mapping[str, Any]:
     """The configurations of Transformers beside ``table``; none if there is no such file."""
     path = table.with_name(_CONFIGURATIONS)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise TableError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise TableError(f"{path} must hold an object: a configuration for each name.")
-    return found
 
 
-def _perceptron_row(row: Row) -> MeasuredRow:
+def _perceptron(row: Row) -> Row:
     """A training run of a perceptron in cuDNN's benchmark mode."""
     try:
         layers = [(str(kind), int(features)) for kind, features, *_ in json.loads(text(row, "layers"))]
     except (ValueError, TypeError) as error:
         raise TableError(f"column 'layers' must be a JSON list of [kind, features, parameters]: {error}") from error
-    unknown = sorted({kind for kind, _ in layers} - {"linear", *LAYERS})
+    unknown = sorted({kind for kind, _ in layers} - set(LAYERS))
     if unknown or not layers:
-        raise TableError(f"column 'layers' holds {', '.join(unknown) or 'nothing'}; known are linear, {', '.join(LAYERS)}")
-    return MeasuredRow(
-        **_measured(row),
-        table="perceptron",
+        raise TableError(f"column 'layers' holds {', '.join(unknown) or 'nothing'}; known are {', '.join(LAYERS)}")
+    return _as_run(
+        row,
+        model="perfguard:perceptron",
         family=row.get("activation") or "mlp",
-        network=Network(name="perfguard:perceptron", config={"inputs": positive(row, "input_size"), "layers": layers}),
+        config={"inputs": positive(row, "input_size"), "layers": layers},
         mode="train",
-        precision=one_of(row, "precision", get_args(Precision), "fp32"),
-        optimizer=one_of(row, "optimizer", ("adam", "adamw", "sgd"), "adam"),
-        cudnn_benchmark=True,
+        optimizer=row.get("optimizer") or "adam",
+        cudnn_benchmark="True",
     )
 
 
-def _operator_row(row: Row) -> MeasuredRow:
+def _operator(row: Row) -> MeasuredRow:
     operator = operator_of(row)
     return MeasuredRow(
         table="operator",
@@ -401,8 +385,8 @@ def kind_of_table(columns: Sequence[str]) -> str:
             return kind
     nearest = min(lacking, key=lambda kind: len(lacking[kind]) / len(NEEDED[kind]))
     raise TableError(
-        f"PerfGuard does not know this kind of table. For {'an' if nearest == 'operator' else 'a'} {nearest} table it lacks the "
-        f"columns {', '.join(lacking[nearest])}. It has {', '.join(columns)}."
+        f"PerfGuard does not know this kind of table. To be one of the kind {nearest!r} it lacks the columns "
+        f"{', '.join(lacking[nearest])}. It has {', '.join(columns)}."
     )
 
 
@@ -413,11 +397,16 @@ def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
         TableError: if the table is of no known kind.
     """
     kind = kind_of_table(columns)
-    if kind == "transformer":
-        return functools.partial(_transformer_row, configurations=_read_configurations(Path(path)))
-    if kind in ("collected", "run"):
-        return functools.partial(_run_row, kind=kind)
-    return {"workload": _workload_row, "operator": _operator_row, "perceptron": _perceptron_row}[kind]
+    if kind == "operator":
+        return _operator
+    configurations = _read_configurations(Path(path)) if kind == "transformer" else {}
+    translations: dict[str, Callable[[Row], Row]] = {
+        "workload": _workload,
+        "transformer": functools.partial(_transformer, configurations=configurations),
+        "perceptron": _perceptron,
+    }
+    translate = translations.get(kind)
+    return lambda row: run_row(row if translate is None else translate(row), kind)
 
 
 def read_rows(path: str | Path) -> list[MeasuredRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -99,22 +100,29 @@ def test_what_is_written_is_read() -> None:
     assert again.shift == pytest.approx(tuned().shift)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\xff" * 100])
-def test_damaged_weights_are_refused(damage: object) -> None:
-    with pytest.raises(PredictorError, match="Fine-tuned weights cannot be used"):
-        FineTuned.from_bytes(damage(tuned().to_bytes()), learner())  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(("field", "value"), [("shift", math.nan), ("held_out", {"a": math.inf}), ("shift", 10**400)])
-def test_header_with_absurd_numbers_is_refused(field: str, value: object) -> None:
-    data = tuned().to_bytes()
+def with_header(data: bytes, **fields: object) -> bytes:
     size = int.from_bytes(data[:8], "little")
     document = json.loads(data[8 : 8 + size])
-    header = json.loads(document["__metadata__"]["perfguard"]) | {field: value}
+    header = json.loads(document["__metadata__"]["perfguard"]) | fields
     document["__metadata__"]["perfguard"] = json.dumps(header)
     spoilt = json.dumps(document).encode()
+    return len(spoilt).to_bytes(8, "little") + spoilt + data[8 + size :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-9],
+        lambda data: b"",
+        lambda data: b"\xff" * 100,
+        lambda data: with_header(data, shift=math.nan),
+        lambda data: with_header(data, shift=10**400),
+        lambda data: with_header(data, held_out={"a": math.inf}),
+    ],
+)
+def test_damaged_weights_are_refused(damage: Callable[[bytes], bytes]) -> None:
     with pytest.raises(PredictorError, match="Fine-tuned weights cannot be used"):
-        FineTuned.from_bytes(len(spoilt).to_bytes(8, "little") + spoilt + data[8 + size :], learner())
+        FineTuned.from_bytes(damage(tuned().to_bytes()), learner())
 
 
 def test_absurd_weights_change_predictions_within_bounds() -> None:

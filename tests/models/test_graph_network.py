@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -97,20 +95,6 @@ def test_without_rounds_each_operator_is_alone() -> None:
     other = packed._replace(edge_attr=packed.edge_attr + 1, edge_weight=2 * packed.edge_weight)
     with torch.inference_mode():
         torch.testing.assert_close(network(packed).device_s, network(other).device_s)
-
-
-def test_numbers_of_storages_do_not_matter() -> None:
-    graph = convolutional(2)
-    number = len(graph.storages)
-    new = np.random.default_rng(0).permutation(number)  # the storage that was `old` is now `new[old]`
-    storages = [graph.storages[old] for old in np.argsort(new)]
-    ops = [
-        op._replace(inputs=tuple(int(new[s]) for s in op.inputs), outputs=tuple(int(new[s]) for s in op.outputs))
-        for op in graph.ops
-    ]
-    renamed = dataclasses.replace(graph, ops=tuple(ops), storages=tuple(storages))
-    learner, _ = network_of(2)
-    np.testing.assert_allclose(learner.log_step_s([step_of(renamed)]), learner.log_step_s([step_of(graph)]), atol=1e-6)
 
 
 @pytest.mark.parametrize("rounds", [0, 2])

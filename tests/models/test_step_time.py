@@ -65,32 +65,7 @@ def log_step_s(graph: OpGraph, card: str) -> npt.NDArray[np.float64]:
     return shipped().log_step_s([step_of(graph, card)])[:, 0]
 
 
-# Laws of the weights
-
-
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_more_batch_never_costs_less(network: str, card: str) -> None:
-    times = [log_step_s(graph_of(network, batch=2**power), card)[0] for power in range(0, 14, 2)]
-    assert np.diff(times).min() >= -TOLERANCE
-    assert times[-1] - times[0] > math.log(2)
-
-
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("batch", [2, 512])
-def test_more_layers_never_cost_less(network: str, card: str, batch: int) -> None:
-    times = [log_step_s(graph_of(network, batch=batch, depth=depth), card)[0] for depth in (1, 2, 4, 8)]
-    assert np.diff(times).min() > 0
-
-
-@pytest.mark.parametrize("batch", [4, 256])
-@pytest.mark.parametrize("network", NETWORKS)
-def test_tf32_is_not_slower_on_an_a100(network: str, batch: int) -> None:
-    on, off = (log_step_s(graph_of(network, batch=batch, width=512, tf32=tf32), "a100")[0] for tf32 in ("on", "off"))
-    assert on <= off + TOLERANCE
-    if batch == 256:
-        assert on < off - 0.1  # products are what takes the time
+# Laws of the weights beside those of test_coherence.py
 
 
 @pytest.mark.parametrize("card", ["v100", "rtx2080ti", "rtx3090", "rtx4090"])

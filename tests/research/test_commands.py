@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -16,21 +15,14 @@ from perfguard_models import guardnet
 from perfguard_research.dataset import Fold, Run
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
 from perfguard_research.tables import parser_of
+from tests.rows import write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
 GPUS = ("t4", "p4", "v100-pcie-32gb")
 RUN = {
-    "model": "mpt", "mode": "train", "num_gpus": "1", "parallel": "none", "input": '{"seq_len": 16}', "memory_kind": "unknown",
-    "precision": "fp32", "optimizer": "sgd", "peak_memory_mib": "",
+    "model": "cs336:BasicsTransformerLM", "mode": "train", "num_gpus": "1", "parallel": "none", "input": '{"seq_len": 16}',
+    "memory_kind": "unknown", "precision": "fp32", "optimizer": "sgd", "peak_memory_mib": "",
 }  # fmt: skip
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +46,13 @@ def table_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Language models that the host launches in 30 microseconds an operator, and the device computes at half its peak rates."""
     rows = []
     for layers in (1, 2, 3):
-        config = json.dumps({"vocab_size": 100, "d_model": 512, "n_heads": 4, "n_layers": layers, "max_seq_len": 16})
+        config = json.dumps(
+            {"vocab_size": 100, "d_model": 512, "d_ff": 2048, "num_heads": 4, "num_layers": layers, "context_length": 16}
+        )
         for gpu in GPUS:
             cache = TraceCache()
             for at, batch in enumerate((4, 8, 16, 32, 64, 96, 128, 256, 384, 512, 768, 1024)):
-                raw = RUN | {"config": config, "family": f"mpt-{layers}", "gpu": gpu, "batch_size": str(batch)}
+                raw = RUN | {"config": config, "family": f"layers-{layers}", "gpu": gpu, "batch_size": str(batch)}
                 row, device = parser_of(list(raw), "runs.csv")(raw), resolve_device(gpu)
                 graph = row.graph(row.make_model(), cache, device)
                 seconds = max(30e-6 * len(graph.ops), 2 * float(np.maximum(*work_s(graph, device)).sum()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 from typing import Literal
@@ -20,20 +19,10 @@ from perfguard_research.dataset import Dataset, Run, dataset_of, folds
 from perfguard_research.memory_forest import bracketed
 from perfguard_research.papers.layers import FEATURE_SETS
 from tests import zoo
+from tests.rows import write
 
 needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
-COLUMNS = ["source", "model", "family", "mode", "gpu", "precision", "layout", "batch_size", "img_size", "step_time_ms",
-           "peak_memory_mib", "status"]  # fmt: skip
-OPERATORS = ["op", "gpu", "latency_ms", "kernel", "b", "h", "m", "n", "k", "c_in", "c_out", "img", "stride", "padding"]
-
-
-def write(path: Path, columns: list[str], rows: list[list[object]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(rows)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +32,38 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    start: list[object] = ["ours", "resnet10t", "resnet", "train"]
-    rows: list[list[object]] = [
-        ["ours", model, model[:6], "train", "a100-pcie-40gb", "fp32", "nchw", batch, 64, "", 900 + 10 * batch, "ok"]
+    start = {
+        "source": "ours", "model": "resnet10t", "family": "resnet", "mode": "train", "gpu": "a100-pcie-40gb", "precision": "fp32",
+        "layout": "nchw", "batch_size": 2, "img_size": 64, "step_time_ms": "", "peak_memory_mib": "", "status": "ok",
+    }  # fmt: skip
+    half = {"gpu": "rtx3090", "precision": "amp-fp16", "layout": "nhwc"}
+    rows = [
+        start | {"model": model, "family": model[:6], "batch_size": batch, "peak_memory_mib": 900 + 10 * batch}
         for model in ("resnet10t", "mobilenetv3_small_050")
         for batch in (2, 4, 8, 16, 32)
     ]
     rows += [
-        ["ours", "resnet10t", "resnet", "infer", "rtx3090", "amp-fp16", "nhwc", 64, 64, 5.0, "", "ok"],
-        [*start, "rtx3090", "amp-fp16", "nhwc", 4096, 64, 7.0, "", "ok"],
-        [*start, "rtx3090", "amp-fp16", "nhwc", 8192, 64, "", "", "oom"],
-        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 10, "noisy"],
-        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 920, "ok"],
-        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900 * 2**20, "ok"],
-        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "nan", 900, "ok"],
-        ["ours", "no_such_model", "no", "train", "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900, "ok"],
+        start | half | {"mode": "infer", "batch_size": 64, "step_time_ms": 5.0},
+        start | half | {"batch_size": 4096, "step_time_ms": 7.0},
+        start | half | {"batch_size": 8192, "status": "oom"},
+        start | {"peak_memory_mib": 10, "status": "noisy"},
+        start | {"peak_memory_mib": 920},
+        start | {"peak_memory_mib": 900 * 2**20},
+        start | {"peak_memory_mib": 900, "step_time_ms": "nan"},
+        start | {"peak_memory_mib": 900, "model": "no_such_model", "family": "no"},
     ]
-    return write(tmp_path_factory.mktemp("table") / "table.csv", COLUMNS, rows)
+    return write(tmp_path_factory.mktemp("table") / "table.csv", rows)
 
 
 @pytest.fixture(scope="module")
 def operators(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows: list[list[object]] = [["add", gpu, 0.01 * h, "", 4, h, *[""] * 8] for gpu in ("t4", "p4") for h in range(1, 21)]
-    return write(tmp_path_factory.mktemp("table") / "operators.csv", OPERATORS, rows)
+    rows = [added(gpu, h) for gpu in ("t4", "p4") for h in range(1, 21)]
+    return write(tmp_path_factory.mktemp("table") / "operators.csv", rows)
+
+
+def added(gpu: str, h: int) -> dict[str, object]:
+    """A row of a table of operators."""
+    return {"op": "add", "gpu": gpu, "latency_ms": 0.01 * h, "b": 4, "h": h}
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +155,8 @@ def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", 
 
 
 def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
-    rows: list[list[object]] = [
-        ["add", gpu, 0.01, "", 4, h, *[""] * 8] for gpu in ("a100", "a100-sxm-40gb/1g.5gb") for h in (8, 9)
-    ]
-    runs = dataset_of([write(tmp_path / "t.csv", OPERATORS, rows)], "sums", cache=tmp_path, jobs=1).runs
+    rows = [added(gpu, h) for gpu in ("a100", "a100-sxm-40gb/1g.5gb") for h in (8, 9)]
+    runs = dataset_of([write(tmp_path / "t.csv", rows)], "sums", cache=tmp_path, jobs=1).runs
     assert [run.gpu for run in runs] == ["a100-pcie-40gb"] * 2 + ["a100-sxm-40gb:1g.5gb"] * 2
 
 
@@ -181,6 +177,15 @@ def test_each_source_and_gpu_is_held_out_once(split: str) -> None:
         assert learnt | judged == set(names)
         assert not learnt & judged
         assert fold.name == f"without {', '.join(sorted(judged))}"
+
+
+@pytest.mark.parametrize("split", ["source", "gpu"])
+def test_cpus_stay_in_training_beside_gpus(split: str) -> None:
+    """A table may have no column of sources."""
+    runs = [run_from(source, gpu) for source in ("", "a") for gpu in ("t4", "cpu")]
+    made = folds(runs, split)
+    assert made
+    assert all(runs[index].gpu != "cpu" for fold in made for index in fold.judge)
 
 
 def test_many_kernels_of_a_card_do_not_fill_a_fold() -> None:

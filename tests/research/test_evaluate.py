@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import math
 from collections.abc import Mapping
@@ -22,12 +21,8 @@ from perfguard.predictor import Estimate, Prediction
 from perfguard_research import networks
 from perfguard_research.csv_rows import read_table
 from perfguard_research.evaluate import evaluate, predicted_columns, report
-from perfguard_research.tables import parser_of
+from tests.rows import write
 
-COLUMNS = [
-    "source", "model", "family", "mode", "gpu", "precision", "layout", "compiled", "optimizer", "batch_size", "img_size",
-    "step_time_ms", "peak_memory_mib", "status",
-]  # fmt: skip
 ROW = {
     "source": "ours", "model": "tiny", "family": "tiny", "mode": "train", "gpu": "a100-pcie-40gb", "precision": "fp32",
     "layout": "nchw", "compiled": "False", "optimizer": "sgd-momentum", "batch_size": "8", "img_size": "32",
@@ -35,8 +30,8 @@ ROW = {
 }  # fmt: skip
 
 
+COLUMNS = list(ROW)
 PREDICTED = predicted_columns(COLUMNS)
-workload_row = parser_of(COLUMNS, "table.csv")
 
 
 class Tiny(nn.Module):
@@ -79,15 +74,6 @@ def rows_of(*changes: Mapping[str, str]) -> list[dict[str, str]]:
     return [ROW | dict(change) for change in changes]
 
 
-def write(path: Path, rows: list[dict[str, str]], columns: list[str] = COLUMNS) -> Path:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
 @pytest.mark.parametrize("name", ["table.csv", "table.csv.gz"])
 def test_a_table_is_read_compressed_or_not(tmp_path: Path, name: str) -> None:
     columns, rows = read_table(write(tmp_path / name, rows_of({}, {"batch_size": "16"})))
@@ -103,16 +89,6 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         read_table(path)
     with pytest.raises(TableError, match=r"nowhere\.csv"):
         read_table(tmp_path / "nowhere.csv")
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("mode", "sing"), ("batch_size", "many"), ("batch_size", "1.5"), ("batch_size", "-1"), ("img_size", ""), ("gpu", ""),
-     ("precision", "fp3"), ("peak_memory_mib", "nan"), ("step_time_ms", "0")],
-)  # fmt: skip
-def test_a_row_that_cannot_be_right_names_its_column(column: str, value: str) -> None:
-    with pytest.raises(TableError, match=f"column '{column}'"):
-        workload_row(ROW | {column: value})
 
 
 @pytest.mark.usefixtures("_tiny")

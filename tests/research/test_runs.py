@@ -14,23 +14,19 @@ from perfguard import load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, TraceCache
+from perfguard.workload import Workload
 from perfguard_research.evaluate import evaluate, report
 from perfguard_research.tables import MeasuredRow, parser_of
 from tests import zoo
 from tests.doubles import ReplayPredictor
+from tests.rows import RUN_COLUMNS, SIZES
 
-COLUMNS = [
-    "source", "model", "config", "family", "mode", "gpu", "num_gpus", "parallel", "precision", "layout", "compiled", "optimizer",
-    "checkpointing", "accumulation", "cudnn_benchmark", "zero_grad", "batch_size", "input", "step_time_ms", "peak_memory_mib",
-    "memory_kind", "status", "framework", "includes", "note",
-]  # fmt: skip
-ROW = dict.fromkeys(COLUMNS, "") | {
-    "source": "ours", "model": "mpt", "family": "mpt-tiny", "mode": "train", "gpu": "a100-sxm-80gb", "num_gpus": "1",
-    "parallel": "none", "batch_size": "2", "optimizer": "adamw",
+ROW = dict.fromkeys(RUN_COLUMNS, "") | {
+    "source": "ours", "model": "perfguard:mlp", "config": json.dumps(SIZES), "mode": "train", "gpu": "a100-sxm-80gb",
+    "num_gpus": "1", "parallel": "none", "batch_size": "2", "optimizer": "adamw",
 }  # fmt: skip
 needs_packages = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 WORDS = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-MPT = {"vocab_size": 100, "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 16}
 BASICS = {"vocab_size": 100, "context_length": 16, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64}
 IMAGE, TOKENS, BOTH = {"image": 64}, {"seq_len": 16}, {"seq_len": 16, "target_len": 8}
 T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 100, "decoder_start_token_id": 0}
@@ -38,21 +34,21 @@ VIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_
 
 
 def run_row(row: dict[str, str]) -> MeasuredRow:
-    return parser_of(COLUMNS, "runs.csv")(row)
+    return parser_of(RUN_COLUMNS, "runs.csv")(row)
 
 
-def row_of(model: str = "mpt", config: Any = MPT, given: Any = TOKENS, **changes: str) -> MeasuredRow:
-    return run_row(ROW | {"model": model, "config": json.dumps(config), "input": json.dumps(given)} | changes)
+def row_of(model: str = "perfguard:mlp", config: Any = SIZES, given: Any = None, **changes: str) -> MeasuredRow:
+    return run_row(ROW | {"model": model, "config": json.dumps(config), "input": json.dumps(given or {})} | changes)
 
 
 def graph_of(row: MeasuredRow) -> OpGraph:
     return row.graph(row.make_model(), TraceCache(), resolve_device(row.gpu))
 
 
-def num_parameters(row: MeasuredRow) -> int:
+def workload_of(row: MeasuredRow) -> Workload:
     model = row.make_model()
     assert isinstance(model, nn.Module)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return row.workload(model)
 
 
 @needs_packages
@@ -76,7 +72,6 @@ def num_parameters(row: MeasuredRow) -> int:
         ("hf:ViTForImageClassification", VIT, IMAGE),
         ("hf:meta-llama/Llama-2-7b-hf", WORDS, TOKENS),
         ("cs336:BasicsTransformerLM", BASICS, TOKENS),
-        ("mpt", MPT, TOKENS),
     ],
 )
 def test_each_prefix_builds_and_traces(model: str, config: Any, given: Any, mode: str) -> None:
@@ -92,13 +87,13 @@ def test_each_prefix_builds_and_traces(model: str, config: Any, given: Any, mode
     ("model", "config", "expected"),
     [
         ("kuangliu:ResNet18", {"num_classes": 10}, 11_173_962),  # printed by the original's own test
-        ("mpt", MPT | {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 50368, "max_seq_len": 2048}, 125_311_488),
         ("hf:meta-llama/Llama-2-7b-hf", WORDS | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
                                                  "num_attention_heads": 32, "vocab_size": 32000}, 6_738_415_616),
     ],
 )  # fmt: skip
 def test_a_network_has_the_parameters_of_the_original(model: str, config: Any, expected: int) -> None:
-    assert num_parameters(row_of(model, config, IMAGE)) == expected
+    row = row_of(model, config, {"image": 32, "seq_len": 16})
+    assert sum(parameter.numel() for parameter in workload_of(row).model.parameters()) == expected
 
 
 @needs_packages
@@ -115,12 +110,10 @@ def test_a_hub_id_has_the_class_of_its_family(name: str, family: str, cls: str) 
     assert type(row_of(f"hf:{name}", config, family=family).make_model()).__name__ == cls
 
 
-@pytest.mark.parametrize("model", ["hf:LlamaForCausalLM", "mpt"])
-def test_checkpointing_computes_forward_twice(model: str) -> None:
-    if model != "mpt" and not zoo.IS_COMPLETE:
-        pytest.skip("needs transformers")
-    config = MPT if model == "mpt" else WORDS
-    plain, again = (graph_of(row_of(model, config, checkpointing=value)) for value in ("False", "True"))
+@needs_packages
+@pytest.mark.parametrize(("model", "config", "given"), [("hf:LlamaForCausalLM", WORDS, TOKENS), ("perfguard:mlp", SIZES, {})])
+def test_checkpointing_computes_forward_twice(model: str, config: Any, given: Any) -> None:
+    plain, again = (graph_of(row_of(model, config, given, checkpointing=value)) for value in ("False", "True"))
     assert again.flops > 1.1 * plain.flops
 
 
@@ -134,7 +127,7 @@ def test_forward_backward_is_training_without_the_optimizer() -> None:
 @pytest.mark.parametrize(("mode", "loss"), [("train", "nll_loss_forward"), ("forward_backward", "mean")])
 def test_course_model_has_cross_entropy_with_its_optimizer_and_the_mean_without(mode: str, loss: str) -> None:
     """So the notes of its rows say."""
-    ops = graph_of(row_of("cs336:BasicsTransformerLM", BASICS, mode=mode)).ops
+    ops = graph_of(row_of("cs336:BasicsTransformerLM", BASICS, TOKENS, mode=mode)).ops
     assert loss in [op.name for op in ops if op.phase is Phase.FORWARD][-2:]
 
 
@@ -143,10 +136,7 @@ def test_course_model_has_cross_entropy_with_its_optimizer_and_the_mean_without(
     [("fp32", "fp32", "off"), ("tf32", "fp32", "on"), ("tf32-conv", "fp32", "default"), ("amp-bf16", "amp-bf16", "default")],
 )
 def test_the_precision_column_says_where_tf32_is_used(written: str, precision: str, tf32: str) -> None:
-    row = row_of(precision=written)
-    model = row.make_model()
-    assert isinstance(model, nn.Module)
-    workload = row.workload(model)
+    workload = workload_of(row_of(precision=written))
     assert (workload.precision, workload.tf32) == (precision, tf32)
 
 
@@ -155,9 +145,7 @@ def test_what_a_row_says_is_what_runs() -> None:
         parallel="ddp", num_gpus="8", accumulation="3", layout="nhwc", compiled="True", cudnn_benchmark="True",
         optimizer="fused-adam",
     )  # fmt: skip
-    model = row.make_model()
-    assert isinstance(model, nn.Module)
-    workload = row.workload(model)
+    workload = workload_of(row)
     assert (workload.accumulation, workload.layout, workload.ddp) == (3, "nhwc", True)
     assert workload.options == ("cudnn_benchmark", "compiled", "ddp", "batch-on-device", "no-tf32")
     assert "fused_optimizer_" in {op.name for op in graph_of(row).ops}
@@ -167,16 +155,14 @@ def test_what_a_row_says_is_what_runs() -> None:
     ("framework", "foreach"), [("torch1.4-cu100", False), ("ngc-21.03", False), ("torch2.6", None), ("", None)]
 )
 def test_old_optimizers_go_from_parameter_to_parameter(framework: str, foreach: bool | None) -> None:
-    row = row_of(framework=framework)
-    model = row.make_model()
-    assert isinstance(model, nn.Module)
-    assert getattr(row.workload(model).optimizer, "keywords", {}).get("foreach") is foreach
+    optimizer = workload_of(row_of(framework=framework)).optimizer
+    assert getattr(optimizer, "keywords", {}).get("foreach") is foreach
 
 
 @pytest.mark.parametrize("kind", ["driver", "driver-minus-context", "reserved", "allocated", "unknown"])
 def test_memory_is_predicted_and_scored_in_the_kind_of_the_row(kind: str) -> None:
-    rows = [ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS), "memory_kind": kind, "peak_memory_mib": "100"}]
-    (result,) = evaluate(COLUMNS, rows, "runs.csv", load_predictor())
+    rows = [ROW | {"memory_kind": kind, "peak_memory_mib": "100"}]
+    (result,) = evaluate(RUN_COLUMNS, rows, "runs.csv", load_predictor())
     assert result.prediction is not None
     assert result.row is not None
     graph, context_bytes = graph_of(result.row), resolve_device("a100-sxm-80gb").context_bytes
@@ -219,11 +205,11 @@ def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str,
         ({"note": '{"method": "qlora", "r": 8}'}, "Fine-tuning by qlora is not modelled"),
         ({"model": "keras:Dense"}, "'keras:Dense' has no known prefix. Known are torchvision, timm, hf"),
         ({"model": "kuangliu:ResNet18", "checkpointing": "True"}, "Checkpointing of 'kuangliu:ResNet18' is not modelled"),
-        ({"config": '{"d_model": 32}'}, "The model 'mpt' cannot be made: KeyError"),
+        ({"config": '{"depth": 1}'}, "The model 'perfguard:mlp' cannot be made: KeyError"),
     ],
 )
 def test_what_is_not_modelled_says_so(changes: dict[str, str], message: str) -> None:
-    row = run_row(ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS)} | changes)
+    row = run_row(ROW | changes)
     with pytest.raises(TableError, match=message):
         row.make_model()
 
@@ -252,29 +238,19 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             row_of(model).make_model()
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("mode", "sing"), ("precision", "fp8"), ("parallel", "tp"), ("num_gpus", ""), ("config", "[1]"), ("config", "{"),
-     ("memory_kind", "guess"), ("batch_size", "0")],
-)  # fmt: skip
-def test_a_row_that_cannot_be_right_names_its_column(column: str, value: str) -> None:
-    with pytest.raises(TableError, match=f"column '{column}'"):
-        run_row(ROW | {column: value})
-
-
 def test_an_input_that_does_not_fit_is_named() -> None:
-    row = row_of(given={"image": 64})
-    with pytest.raises(TableError, match="column 'input' must hold 'seq_len' for 'mpt'"):
+    row = row_of("cs336:BasicsTransformerLM", BASICS, IMAGE)
+    with pytest.raises(TableError, match="column 'input' must hold 'seq_len' for 'cs336:BasicsTransformerLM'"):
         graph_of(row)
 
 
 def test_a_table_is_evaluated_row_by_row(tmp_path: Path) -> None:
     rows = [
-        ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS), "gpu": "a100-sxm-80gb/3g.40gb", "step_time_ms": "3"},
-        ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS), "gpu": "a100-sxm-80gb/3g.30gb"},
-        ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS), "parallel": "fsdp-full", "num_gpus": "8"},
+        ROW | {"gpu": "a100-sxm-80gb/3g.40gb", "step_time_ms": "3"},
+        ROW | {"gpu": "a100-sxm-80gb/3g.30gb"},
+        ROW | {"parallel": "fsdp-full", "num_gpus": "8"},
     ]
-    results = evaluate(COLUMNS, rows, tmp_path / "runs.csv", ReplayPredictor())
+    results = evaluate(RUN_COLUMNS, rows, tmp_path / "runs.csv", ReplayPredictor())
     assert results[0].device is not None
     assert results[0].device.id == "a100-sxm-80gb:3g.40gb"
     assert results[0].columns()["pred_step_time_ms"]

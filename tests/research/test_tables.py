@@ -1,6 +1,7 @@
 """Tables of other kinds: single operators, perceptrons, transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, TraceCache, trace
 from perfguard_research.tables import kind_of_table, parser_of
 from tests import zoo
+from tests.rows import RUN_COLUMNS
 
+WORKLOAD = ["model", "mode", "gpu", "batch_size", "img_size"]
 KERNEL = ["op", "gpu", "dtype", "direction", "latency_ms", "model", "b", "h"]
 OPERATOR = ["op", "gpu", "latency_ms", "kernel", "b", "h", "m", "n", "k", "c_in", "c_out", "img", "stride", "padding"]
 CONV = dict.fromkeys(("b", "c_in", "c_out", "stride"), "2")
@@ -130,14 +133,43 @@ def test_transformer_is_made_from_configs_file(tmp_path: Path, mode: str) -> Non
         parse(row | {"model": "big"})
 
 
+def workload(**changes: str) -> dict[str, str]:
+    return {"model": "resnet18", "mode": "train", "gpu": "t4", "batch_size": "8", "img_size": "32"} | changes
+
+
+def run(**changes: str) -> dict[str, str]:
+    return {
+        "model": "timm:x",
+        "mode": "train",
+        "gpu": "t4",
+        "num_gpus": "1",
+        "batch_size": "2",
+        "memory_kind": "driver",
+    } | changes
+
+
 @pytest.mark.parametrize(
     ("columns", "row", "message"),
     [
+        (WORKLOAD, workload(mode="sing"), "column 'mode' must be one of train, forward_backward, infer, but is 'sing'"),
+        (WORKLOAD, workload(batch_size="many"), "column 'batch_size' must be positive and finite, but is 'many'"),
+        (WORKLOAD, workload(batch_size="1.5"), "column 'batch_size' must be a positive integer"),
+        (WORKLOAD, workload(batch_size="-1"), "column 'batch_size' must be positive"),
+        (WORKLOAD, workload(img_size=""), "column 'img_size' must be a positive integer, but is ''"),
+        (WORKLOAD, workload(gpu=""), "column 'gpu' is empty"),
+        (WORKLOAD, workload(precision="fp3"), "column 'precision' must be one of fp32"),
+        (WORKLOAD, workload(peak_memory_mib="nan"), "column 'peak_memory_mib' must be positive and finite"),
+        (WORKLOAD, workload(step_time_ms="0"), "column 'step_time_ms' must be positive"),
+        (RUN_COLUMNS, run(parallel="tp"), "column 'parallel' must be one of none, dp"),
+        (RUN_COLUMNS, run(num_gpus=""), "column 'num_gpus' must be a positive integer"),
+        (RUN_COLUMNS, run(config="[1]"), "column 'config' must be a JSON object, but is '[1]'"),
+        (RUN_COLUMNS, run(input="{"), "column 'input' must be a JSON object: "),
+        (RUN_COLUMNS, run(memory_kind="guess"), "column 'memory_kind' must be one of unknown"),
         (OPERATOR, {"op": "fft", "gpu": "t4"}, "column 'op' must be one of add"),
         (OPERATOR, {"op": "add", "gpu": "t4", "b": "2", "h": "nan"}, "'h' must be positive"),
         (OPERATOR, {"op": "conv", "gpu": "t4", **CONV, "img": "2", "kernel": "3"}, "3 x 3"),
         (KERNEL, {"op": "gelu", "direction": "backward_input", "gpu": "t4"}, "which gelu does not have. Only conv, vanilla"),
-        (KERNEL, {"op": "add", "gpu": "t4", "b": "1e30", "h": "3"}, "a size of 1e.30 is too large for any device"),
+        (KERNEL, {"op": "add", "gpu": "t4", "b": "1e30", "h": "3"}, "a size of 1e+30 is too large for any device"),
         (KERNEL, {"op": "conv", "gpu": "t4", **CONV, "img": "8", "kernel_h": "3"}, "'kernel_w' must be a positive"),
         (KERNEL, {"op": "gelu", "dtype": "int8", "gpu": "t4", "b": "2", "h": "3"}, "'dtype' must be one of float32"),
         (PERCEPTRON, {"gpu": "t4", "layers": "[[1"}, "'layers' must be a JSON list"),
@@ -145,12 +177,12 @@ def test_transformer_is_made_from_configs_file(tmp_path: Path, mode: str) -> Non
     ],
 )
 def test_a_row_that_cannot_be_right_is_named(columns: list[str], row: dict[str, str], message: str) -> None:
-    with pytest.raises(TableError, match=message.replace("[", r"\[")):
+    with pytest.raises(TableError, match=re.escape(message)):
         parser_of(columns, "table.csv")(row)
 
 
 def test_a_table_is_known_by_its_columns() -> None:
     kinds = [kind_of_table(columns) for columns in (OPERATOR, PERCEPTRON, TRANSFORMER)]
     assert kinds == ["operator", "perceptron", "transformer"]
-    with pytest.raises(TableError, match="For an operator table it lacks the columns gpu"):
+    with pytest.raises(TableError, match="kind 'operator' it lacks the columns gpu"):
         kind_of_table(["op", "b"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import csv
 import dataclasses
 import functools
@@ -19,12 +18,10 @@ from perfguard.devices import Device, catalog
 from perfguard.devices.detect import device_here
 from perfguard.exceptions import ConfigurationError, MeasuringError, PerfGuardError
 from perfguard.graph import TraceCache, roofline_s
-from perfguard_research.collect.run import Columns
-from perfguard_research.collect.spaces import Draft, Space, drafts, without_missing_packages
-from perfguard_research.collect.worker import Worker
+from perfguard_research.collect.run import Columns, run_apart
+from perfguard_research.collect.spaces import Draft, Space, drafts, import_libraries
 from perfguard_research.csv_rows import read_table
-from perfguard_research.networks import Network
-from perfguard_research.tables import MIB, PRECISIONS, MeasuredRow
+from perfguard_research.tables import MIB, MeasuredRow
 
 CPU_MEMORY_BYTES = 2**28
 """Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
@@ -48,7 +45,6 @@ class CollectReport:
     """Rows of this session, by space and status."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Configurations that were not run, by reason."""
-    seconds: float = 0.0
     ended_by: str = ""
 
 
@@ -75,7 +71,6 @@ def collect(
     memory_limit: int | None = None,
     seed: int = 0,
     on_row: Callable[[Columns], None] = lambda row: None,
-    on_note: Callable[[str], None] = lambda text: None,
 ) -> CollectReport:
     """Measure configurations until the time is over, there are enough rows, or Ctrl-C. Each row is in the file at once.
 
@@ -83,73 +78,61 @@ def collect(
         out: the table, a file ``.csv``.
         device: as :func:`collecting_device` gives it.
         spaces: the kinds of networks. They take turns.
-        minutes: no further configuration begins after this time. One that runs then has 30 s more.
+        minutes: no further configuration begins after this time.
         max_rows: of this session.
         resume: go on with a table that is there; configurations that it has are not measured again.
         memory_limit: bytes that a run may take. None: all of a card's, CPU_MEMORY_BYTES of a processor's.
         seed: of the order.
         on_row: called with each row.
-        on_note: called with whatever a person should know meanwhile.
 
     Raises:
         ConfigurationError: for a table that is there, or cannot be written.
-        MeasuringError: if nothing can be run on the device.
     """
-    began = time.monotonic()
-    there, lines = without_missing_packages(spaces)
-    for line in lines:
-        on_note(line)
-    if not there:
-        raise ConfigurationError("No space is left to collect from.")
+    ends_at = time.monotonic() + 60 * minutes
     if memory_limit is None and device.kind == "cpu":
         memory_limit = CPU_MEMORY_BYTES
-    order = f"{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
+    order = f"{seed}/{'+'.join(spaces)}/{device.id}/{memory_limit or 'all'}"
     done = _begin_table(out, resume=resume, order=order)
+    import_libraries(spaces)
     report, failures = CollectReport(), 0
-    worker = Worker(device, limit_bytes=memory_limit)
     fixed = {
         "device": "" if device.id in catalog() else json.dumps(dataclasses.asdict(device), separators=(",", ":")),
         "memory_limit_mib": "" if memory_limit is None else f"{memory_limit / MIB:.6g}",
         "order": order,
     }
     try:
-        worker.start()
-        for draft in drafts(there, seed=seed, device=device):
-            if time.monotonic() - began >= 60 * minutes:
+        for draft in drafts(spaces, seed=seed, device=device):
+            if time.monotonic() >= ends_at:
                 report.ended_by = f"{minutes:g} minutes are over"
             elif report.rows.total() >= max_rows:
                 report.ended_by = f"{max_rows:g} rows are there"
-            elif failures >= 25:  # the card is broken, or PyTorch
+            elif failures >= 25:  # the card is broken, or PyTorch, or a library is missing
                 report.ended_by = f"{failures} configurations in a row failed"
             if report.ended_by:
                 break
-            if draft.number in done:
+            if draft.columns["index"] in done:
                 continue
             row = planned(draft, device, memory_limit or device.memory_bytes)
             if isinstance(row, str):
                 report.left_out[row] += 1
+                failures += 1
                 continue
-            measured = worker.run(row, until=began + 60 * minutes + 30)
-            if measured is None:
-                continue
+            measured = run_apart(row, device, limit_bytes=memory_limit, limit_s=240 if row.compiled else 60)
             measured["framework"] = ", ".join(filter(None, (measured.get("framework"), _versions(row))))
-            columns = columns_of(draft, row) | fixed | measured
+            columns = {**draft.columns, "batch_size": str(row.batch_size)} | fixed | measured
             _append(out, columns)
             on_row(columns)
-            report.rows[draft.space, columns["status"]] += 1
+            report.rows[columns["space"], columns["status"]] += 1
             failures = failures + 1 if columns["status"] == "failed" else 0
     except KeyboardInterrupt:
         report.ended_by = "Ctrl-C was pressed"
-    finally:
-        worker.close()
-    report.seconds = time.monotonic() - began
     return report
 
 
 # The table
 
 
-def _begin_table(out: Path, *, resume: bool, order: str) -> set[int]:
+def _begin_table(out: Path, *, resume: bool, order: str) -> set[str]:
     """Make the table, unless it is there and may be continued. Returns the indices that it has of this order."""
     if out.suffix != ".csv":
         raise ConfigurationError(f"--out must end in .csv, so that each row can be added at once, but is {str(out)!r}.")
@@ -168,7 +151,7 @@ def _begin_table(out: Path, *, resume: bool, order: str) -> set[int]:
     columns, rows = read_table(out)
     if tuple(columns) != COLUMNS:
         raise ConfigurationError(f"{out} is no table of `perfguard collect` of this version. Give --out another name.")
-    return {int(row["index"]) for row in rows if row["order"] == order}
+    return {row["index"] for row in rows if row["order"] == order}
 
 
 def _append(out: Path, columns: Columns) -> None:
@@ -177,37 +160,6 @@ def _append(out: Path, columns: Columns) -> None:
             csv.DictWriter(file, COLUMNS, restval="").writerow(columns)
     except OSError as error:
         raise ConfigurationError(f"The rows cannot be written to {out}: {error}") from error
-
-
-def columns_of(draft: Draft, row: MeasuredRow) -> Columns:
-    """The columns of ``row`` that are not measured."""
-    assert isinstance(row.network, Network)
-    network = row.network
-    precision = next(name for name, pair in PRECISIONS.items() if pair == (row.precision, row.tf32))
-    return {
-        "source": row.source,
-        "model": network.name,
-        "config": json.dumps(network.config, separators=(",", ":")),
-        "family": row.family,
-        "mode": row.mode,
-        "gpu": row.gpu,
-        "num_gpus": "1",
-        "parallel": "none",
-        "precision": precision,
-        "layout": row.layout,
-        "compiled": str(row.compiled),
-        "optimizer": row.optimizer,
-        "checkpointing": str(network.checkpointing),
-        "accumulation": "1",
-        "cudnn_benchmark": str(row.cudnn_benchmark),
-        "zero_grad": row.zero_grad,
-        "batch_size": str(row.batch_size),
-        "input": json.dumps(network.input, separators=(",", ":")),
-        "memory_kind": row.memory_kind,
-        "space": draft.space,
-        "memory_share": f"{draft.memory_share:.4f}",
-        "index": str(draft.number),
-    }
 
 
 def _versions(row: MeasuredRow) -> str:
@@ -256,25 +208,20 @@ def planned(draft: Draft, device: Device, capacity_bytes: int) -> MeasuredRow | 
     return dataclasses.replace(draft.row, batch_size=batch_size)
 
 
-def batch_at(target: float, cost_of: Callable[[int], float]) -> int:
-    """The batch whose cost is within 5% of ``target``, or near it: where a batch of 2 costs more, 2.
+def batch_at(target: float, cost_of: Callable[[int], float], *, most: int = 2**20) -> int:
+    """A batch whose cost is about ``target``, by the secant method; 2 where a batch of 2 costs more.
 
-    The cost rises with the batch and bends upwards: small batches are all weights, large ones all activations. So the line
-    through the two nearest known points is followed, and what is found there is one more point.
+    The cost rises with the batch and bends upwards: small batches are all weights, large ones all activations.
     """
-    known = sorted((batch_size, cost_of(batch_size)) for batch_size in (2, 8))  # a batch of one is too small for a batch norm
-    for _ in range(3):
-        batch_size = _on_the_line(target, known)
-        cost = cost_of(batch_size)
-        if abs(cost / target - 1) < 0.05 or batch_size in dict(known):
-            return batch_size
-        bisect.insort(known, (batch_size, cost))
-    return _on_the_line(target, known)
-
-
-def _on_the_line(target: float, known: list[tuple[int, float]], *, most: int = 2**20) -> int:
-    right = min(max(bisect.bisect([cost for _, cost in known], target), 1), len(known) - 1)
-    (low, small), (high, large) = known[right - 1], known[right]
-    slope = (large - small) / (high - low)
-    wanted = low + (target - small) / slope if slope > 0 else most if target > large else low
-    return int(min(max(wanted, 2), most))
+    low, high = 2, 8  # a batch of one is too small for a batch norm
+    small, large = cost_of(low), cost_of(high)
+    for _ in range(4):
+        slope = (large - small) / (high - low)
+        wanted = low + (target - small) / slope if slope > 0 else most if target > large else 2
+        low, small, high = high, large, int(min(max(wanted, 2), most))
+        if high == low:
+            break
+        large = cost_of(high)
+        if abs(large / target - 1) < 0.05:
+            break
+    return high

@@ -1,141 +1,126 @@
-"""One configuration, really run and measured, on a CPU or on a CUDA card."""
+"""One configuration, really run and measured in a process of its own: whatever it does to the process costs that one row.
+
+The process is forked from a server that has imported everything but has never touched CUDA, so that it costs little more than a
+CUDA context.
+"""
 
 from __future__ import annotations
 
-import gc
+import dataclasses
+import multiprocessing
+import os
 import resource
+import signal
+import sys
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from perfguard.devices import Device
-from perfguard.measure import CpuProbe, GpuProbe, Measurement, Run, status_of
+from perfguard.measure import Measurement, Run
 from perfguard.measure.step import run_steps, step_of
+from perfguard_research.collect.spaces import TEXT_LIBRARIES
 from perfguard_research.networks import Network
 from perfguard_research.tables import MIB, MeasuredRow
 
 Columns = dict[str, str]
 """Columns of a row of the table."""
+_context = multiprocessing.get_context("forkserver")
 
 
-class Processor:
-    """This machine's CPU. Its limit is one on the process's data (RLIMIT_DATA); PyTorch says so when it is hit."""
-
-    torch_device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self._limit_bytes: int | None = None
-
-    def limit(self, num_bytes: int) -> None:
-        """Limit the memory of this process."""
-        self._limit_bytes = num_bytes
-
-    def start_afresh(self, row: MeasuredRow) -> str:
-        """Free the memory of the last run. Returns what could not be freed, in words: nothing."""
-        gc.collect()
-        if self._limit_bytes is not None:  # beside what the C library keeps of earlier runs
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            status = Path("/proc/self/status").read_text()
-            private_bytes = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-            resource.setrlimit(resource.RLIMIT_DATA, (private_bytes + self._limit_bytes, hard))
-        return ""
-
-    def synchronize(self) -> None:
-        """Nothing runs behind the program's back."""
-
-    def probe(self) -> CpuProbe:
-        """Probe that measures a whole run."""
-        return CpuProbe()
-
-
-class Card:
-    """The current CUDA device.
+def run_apart(row: MeasuredRow, device: Device, *, limit_bytes: int | None = None, limit_s: float = 60.0) -> Columns:
+    """Run ``row`` in a new process, and return its cost as columns. Whatever happens to the process is the status of the row.
 
     Args:
-        device: as the catalog or NVML describes it.
-        cuda: stands in for the module ``torch.cuda``.
-        torch_device: where tensors are made.
-        nvml: stands in for the module ``pynvml``.
-        clear_workspaces: gives cuBLAS's workspaces back to the allocator.
+        row: what is measured.
+        device: on which it runs.
+        limit_bytes: memory that the run may take. None: all there is.
+        limit_s: seconds after which the process is ended.
     """
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        cuda: Any = None,
-        torch_device: torch.device | None = None,
-        nvml: Any = None,
-        clear_workspaces: Callable[[], None] | None = None,
-    ) -> None:
-        self.torch_device = torch_device or torch.device("cuda")
-        self._device = device
-        self._cuda = torch.cuda if cuda is None else cuda
-        self._nvml = nvml
-        # Private, and in PyTorch since 1.11: without it the first matrix product's 8 to 32 MiB stay for all rows to come.
-        self._clear_workspaces = clear_workspaces or torch._C._cuda_clearCublasWorkspaces
-
-    def limit(self, num_bytes: int) -> None:
-        """Limit the memory of this process, the driver's context included."""
-        total = int(self._cuda.get_device_properties(0).total_memory)
-        share = (num_bytes - self._device.context_bytes) / total
-        self._cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0))
-
-    def start_afresh(self, row: MeasuredRow) -> str:
-        """Free the memory of the last run, and set the switches of ``row``. Returns what could not be freed, in words."""
-        gc.collect()
-        self._clear_workspaces()
-        self._cuda.empty_cache()
-        torch.backends.cudnn.benchmark = row.cudnn_benchmark
-        # PyTorch's own defaults: convolutions may take TF32, matrix products may not.
-        torch.backends.cudnn.allow_tf32 = row.tf32 != "off"
-        torch.backends.cuda.matmul.allow_tf32 = row.tf32 == "on"
-        left = int(self._cuda.memory_allocated())
-        return f"{left / MIB:.0f} MiB of an earlier run could not be freed" if left > MIB else ""
-
-    def synchronize(self) -> None:
-        """Wait until all that was launched is done."""
-        self._cuda.synchronize()
-
-    def probe(self) -> GpuProbe:
-        """Probe that measures a whole run."""
-        return GpuProbe(self._device.context_bytes, cuda=self._cuda, nvml=self._nvml)
-
-
-Place = Processor | Card
-"""The device that a run uses, in the process that uses it."""
-
-
-def place_of(device: Device) -> Place:
-    """The place to run on ``device`` in this process, ready to measure."""
-    if device.kind == "cpu":
-        return Processor()
-    torch.cuda.init()
-    torch.ones(1, device="cuda").add_(1)  # the context, before anything is measured
-    return Card(device)
-
-
-def run_row(row: MeasuredRow, device: Device, place: Place) -> Columns:
-    """Run the step of ``row`` and return its cost as columns. An error of the run is its status, never raised."""
-    leftovers = place.start_afresh(row)
-    run = Run(device, probe=place.probe())
-    torch.manual_seed(0)
+    # The server imports what this process could import. Else each row would be charged for the memory of its libraries.
+    libraries = [name for name in ("timm", "torchvision.models", *TEXT_LIBRARIES) if name in sys.modules]
+    _context.set_forkserver_preload([__name__, *libraries])
+    ours, theirs = _context.Pipe(duplex=False)
+    arguments = theirs, row, device, limit_bytes, limit_s, torch.get_num_threads()
+    process = _context.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
     try:
-        with run:
-            num_steps = run_steps(make_step(row, place.torch_device), run, seconds=0.2, synchronize=place.synchronize)
-    except Exception as error:
-        num_steps = 0
-        if run.measurement is None:  # it did not even begin; else the measurement has its status and the error's text
-            return {"status": status_of(error), "note": f"{type(error).__name__}: {error}"}
-    if row.compiled:
-        torch.compiler.reset()
-    assert run.measurement is not None
-    return _columns(run.measurement, num_steps, leftovers)
+        columns: Columns = ours.recv()
+        return columns
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        if code == -signal.SIGALRM:
+            return {"status": "timeout", "note": f"given up after {limit_s:g} s"}
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return {"status": "failed", "note": f"the process {end}"}
+    finally:  # also of Ctrl-C
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
 
 
-def _columns(measurement: Measurement, num_steps: int, leftovers: str) -> Columns:
+def _serve(pipe: Connection, row: MeasuredRow, device: Device, limit_bytes: int | None, limit_s: float, num_threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it kills
+    signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process, even if it hangs in the driver's code
+    warnings.simplefilter("ignore")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # its words on each of thousands of networks would hide ours
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].logging.set_verbosity_error()
+    torch.set_num_threads(num_threads)
+    if device.kind == "cpu":  # else the resident set would have what PyTorch loads when it first runs such a network
+        run_row(dataclasses.replace(row, batch_size=2), device)
+    pipe.send(run_row(row, device, limit_bytes=limit_bytes))
+
+
+def run_row(row: MeasuredRow, device: Device, *, limit_bytes: int | None = None) -> Columns:
+    """Run the step of ``row`` in this process, and return its cost as columns. An error of the run is its status."""
+    on_gpu = device.kind == "cuda"
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = row.cudnn_benchmark
+    # PyTorch's own defaults: convolutions may take TF32, matrix products may not.
+    torch.backends.cudnn.allow_tf32 = row.tf32 != "off"
+    torch.backends.cuda.matmul.allow_tf32 = row.tf32 == "on"
+    run, num_steps = Run(device), 0
+    with suppress(Exception), run:
+        if limit_bytes is not None:
+            limit_memory(device, limit_bytes)
+        step = make_step(row, torch.device(device.kind))
+        num_steps = run_steps(step, run, seconds=0.2, synchronize=torch.cuda.synchronize if on_gpu else lambda: None)
+    return measured_columns(run.measurement or run.finish("failed"), num_steps)
+
+
+def limit_memory(device: Device, num_bytes: int) -> None:
+    """Limit the memory of this process. On a GPU the driver's context is included, as on a smaller card.
+
+    On a CPU the limit is one on the process's data (RLIMIT_DATA) beside what it has now; PyTorch says so when it is hit.
+    """
+    if device.kind == "cuda":
+        share = (num_bytes - device.context_bytes) / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0))
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status").read_text()
+    private_bytes = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (private_bytes + num_bytes, hard))
+
+
+def make_step(row: MeasuredRow, device: torch.device) -> Callable[[], None]:
+    """One training step, or one inference, of ``row``: what the trace of its workload says is launched."""
+    assert isinstance(row.network, Network)
+    with device:
+        model = row.network.make()
+    return step_of(row.workload(model), high=row.network.num_indices)
+
+
+def measured_columns(measurement: Measurement, num_steps: int) -> Columns:
+    """The columns of a row that are measured."""
     # Another process on the card disturbs the time; the memory is this process's own.
     is_timed = measurement.status == "ok" and "other processes used the GPU" not in measurement.note
     return {
@@ -146,17 +131,9 @@ def _columns(measurement: Measurement, num_steps: int, leftovers: str) -> Column
         "step_time_ms": _text(measurement.step_time_s if is_timed else None, 1e3),
         "num_steps": str(num_steps) if num_steps else "",
         "framework": measurement.framework,
-        "note": "; ".join(filter(None, [measurement.note, measurement.throttled, leftovers])),
+        "note": "; ".join(filter(None, [measurement.note, measurement.throttled])),
     }
 
 
 def _text(value: float | None, scale: float) -> str:
     return "" if value is None else f"{value * scale:.6g}"
-
-
-def make_step(row: MeasuredRow, device: torch.device) -> Callable[[], None]:
-    """One training step, or one inference, of ``row``: what the trace of its workload says is launched."""
-    assert isinstance(row.network, Network)
-    with device:
-        model = row.network.make()
-    return step_of(row.workload(model), high=row.network.num_indices)

@@ -1,28 +1,21 @@
-"""A seeded sequence of configurations to measure. Every prefix of it is balanced.
-
-The spaces take turns. Within a space the n-th configuration is read off the n-th point of a scrambled Sobol sequence, one
-coordinate for each choice. After any number of points each choice was made about as often as it should be, and so was each
-pair of choices. Independent random numbers need many more points for that.
-"""
+"""A seeded order of configurations to measure. The spaces take turns, so a session may end at any row."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import itertools
+import json
 import math
-import zlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
-
-import torch
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple, get_args
 
 from perfguard.devices import Device
-from perfguard.workload import Layout, Mode, Precision, Tf32
-from perfguard_research.networks import EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS, Network
-from perfguard_research.tables import MeasuredRow
+from perfguard_research.networks import EDGES, NUM_EDGES, Network
+from perfguard_research.tables import MeasuredRow, run_row
 
-T = TypeVar("T")
-Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
+Space = Literal["vision", "text", "mlp", "rnn", "nas"]
 SPACES: tuple[Space, ...] = get_args(Space)
 
 _TIMM = (
@@ -38,9 +31,6 @@ _FIXED_SIZE = ("vit", "deit3", "swin", "mixer", "resmlp", "coatnet", "xcit", "ca
 _TORCHVISION = (
     "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
     "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
-)  # fmt: skip
-_CHECKPOINTING_IN_TIMM = (
-    "resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin",
 )  # fmt: skip
 _ENCODER_DECODER = ("t5", "bart")
 TEXT: dict[str, tuple[str, Mapping[str, str]]] = {  # type of model: its class, and the names of our sizes in its configuration
@@ -62,6 +52,7 @@ TEXT: dict[str, tuple[str, Mapping[str, str]]] = {  # type of model: its class, 
         "encoder_attention_heads": "heads", "decoder_attention_heads": "heads", "encoder_ffn_dim": "4 width",
         "decoder_ffn_dim": "4 width"}),
 }  # fmt: skip
+TEXT_LIBRARIES = tuple(f"transformers.models.{name}.modeling_{name}" for name in TEXT)
 # What is drawn for the networks of ours, in this order. A tuple is the range of a size (and what it is a multiple of); of a list
 # one is taken.
 _CNN = {
@@ -78,50 +69,30 @@ _RNN = {
     "cell": ["lstm", "gru", "rnn"], "inputs": (16, 512), "width": (32, 1024), "depth": (1, 4), "length": (8, 256),
     "bidirectional": [False, True],
 }  # fmt: skip
-_IMAGE_OPERATOR = {
-    "inputs": (4, 1024, 2), "img_size": (7, 256), "outputs": (4, 1024, 2), "kernel": [1, 3, 3, 5, 7], "stride": [1, 1, 2],
-}  # fmt: skip
-_ATTENTION = {"heads": (1, 32), "length": (16, 2048), "head_width": [32, 64, 64, 128]}
-_OTHER_OPERATOR = {"length": (1, 512), "inputs": (16, 8192), "outputs": (16, 8192)}
 
 
 class Draft(NamedTuple):
     """A configuration whose batch is still open."""
 
-    number: int
-    """Position in the order, from 0."""
-    space: Space
+    columns: Mapping[str, str]
+    """What is to be measured, as a row of a table of runs, with a batch of 1."""
     row: MeasuredRow
-    """What is to be measured, with a batch of 1."""
+    """The same."""
     memory_share: float
     """Target share of the memory. Above 1 the run should not fit."""
     round_batch: bool
     """Whether to round the batch to a multiple of 16."""
 
 
-class Point:
-    """A point of [0, 1)ⁿ that is read one coordinate after the other.
+class Draw(random.Random):
+    """Random choices of one configuration."""
 
-    Args:
-        coordinates: one for each choice.
-        reach: how much of the logarithmic range of each size is used, 0 to 1. A smaller one makes smaller networks.
-    """
-
-    def __init__(self, coordinates: Sequence[float], reach: float) -> None:
-        self._coordinates = iter(coordinates)
-        self._reach = reach
-
-    def share(self) -> float:
-        """The next coordinate."""
-        return next(self._coordinates)
-
-    def choice(self, options: Sequence[T]) -> T:
-        """One of ``options``."""
-        return options[int(self.share() * len(options))]
+    reach = 1.0
+    """How much of the logarithmic range of each size is used, 0 to 1. A smaller one makes smaller networks."""
 
     def size(self, low: int, high: int, multiple: int = 1) -> int:
         """An integer between ``low`` and ``high``, its logarithm uniform; the reach cuts the upper end."""
-        value = low * math.exp(math.log(high / low) * self._reach * self.share())
+        value = low * math.exp(math.log(high / low) * self.reach * self.random())
         return max(low, round(value / multiple) * multiple)
 
     def sizes(self, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,127 +108,96 @@ def drafts(spaces: Sequence[Space], *, seed: int, device: Device) -> Iterator[Dr
         seed: of the order.
         device: on which they run. On a CPU networks are smaller, and there are only options that a CPU has.
     """
-    points = [_points(f"{seed} {space}", 0.6 if device.kind == "cpu" else 1.0) for space in spaces]
-    index = 0
-    while True:
-        for space, stream in zip(spaces, points, strict=True):
-            yield _draft(index, space, next(stream), device)
-            index += 1
+    for number, space in enumerate(itertools.cycle(spaces)):
+        yield _draft(number, space, Draw(f"{seed} {space} {number}"), device)
 
 
-def without_missing_packages(spaces: Sequence[Space]) -> tuple[list[Space], list[str]]:
-    """The spaces that can be had here, and a line for each that cannot; one for packages that a space can do without too."""
-    left, lines = list(spaces), list[str]()
-    if "text" in left and not _is_there("transformers"):
-        left.remove("text")
-        lines.append("The space text is left out: transformers cannot be imported.")
-    missing = [name for name in ("timm", "torchvision") if "vision" in left and not _is_there(name)]
-    return left, [*lines, *(f"The space vision is without {name}'s networks: it cannot be imported." for name in missing)]
+def import_libraries(spaces: Sequence[Space]) -> None:
+    """Import the libraries of the networks of ``spaces``. Networks whose library is missing cannot be made, and are left out."""
+    libraries: dict[str, tuple[str, ...]] = {"vision": ("timm", "torchvision.models"), "text": TEXT_LIBRARIES}
+    for library in itertools.chain.from_iterable(libraries.get(space, ()) for space in spaces):
+        with suppress(Exception):  # it is missing, or broken
+            importlib.import_module(library)
 
 
-def _is_there(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    except Exception:  # a package that is broken is not there either
-        return False
-    return True
-
-
-def _points(name: str, reach: float, *, choices: int = 32, block: int = 64) -> Iterator[Point]:
-    engine = torch.quasirandom.SobolEngine(choices, scramble=True, seed=zlib.crc32(name.encode()))
-    while True:
-        with torch.device("cpu"):
-            points = engine.draw(block, dtype=torch.float64)
-        for coordinates in points.clamp(max=1 - 1e-9).tolist():
-            yield Point(coordinates, reach)
-
-
-def _draft(number: int, space: Space, point: Point, device: Device) -> Draft:
+def _draft(number: int, space: Space, draw: Draw, device: Device) -> Draft:
     on_gpu = device.kind != "cpu"
-    mode: Mode = point.choice(("train", "train", "infer"))
-    precisions: tuple[tuple[Precision, Tf32], ...] = (
-        ("fp32", "default"), ("fp32", "on"), ("fp32", "off"), ("amp-fp16", "default"), ("amp-bf16", "default"),
-        ("amp-bf16", "default"),
-    )  # fmt: skip
-    if not on_gpu:
-        precisions = (*(("fp32", "default"),) * 7, ("amp-bf16", "default"))
-    precision, tf32 = point.choice(precisions)
-    optimizer = point.choice(("sgd-momentum", "adamw"))
-    layout: Layout = point.choice(("nchw", "nhwc"))
-    benchmark, checkpointing = point.share() < 0.5, point.share() < 0.25
+    draw.reach = 1.0 if on_gpu else 0.6
+    mode = draw.choice(("train", "train", "infer"))
+    precisions = ["tf32-conv", "tf32", "fp32", "amp-fp16", "amp-bf16", "amp-bf16"] if on_gpu else ["tf32-conv"] * 7 + ["amp-bf16"]
+    precision = draw.choice(precisions)
+    optimizer = draw.choice(("sgd-momentum", "adamw"))
+    layout = draw.choice(("nchw", "nhwc"))
+    benchmark, checkpointing = draw.random() < 0.5, draw.random() < 0.25
     # Compilation takes most of a minute where the others take half a second.
-    compiled = point.share() < 1 / 64
-    memory_share, round_batch = _memory_share(point.share(), point.share()), point.share() < 0.5
-    network = _NETWORKS[space](point)
-    train = mode == "train" and network.config.get("op", "linear") in TRAINABLE_OPERATORS
+    compiled = draw.random() < 1 / 64
+    # A quarter of the runs is near the limit, where it is decided whether a run fits.
+    memory_share = draw.uniform(0.8, 1.3) if draw.random() < 0.25 else 0.02 * 40 ** draw.random()
+    network = _NETWORKS[space](draw)
+    can_checkpoint = network.name.startswith("hf:") or network.name in ("perfguard:cnn", "perfguard:cells", "perfguard:mlp")
     has_images = "image" in network.input or "img_size" in network.config
-    row = MeasuredRow(
-        table="collected",
-        source="collected",
-        family=network.family,
-        network=dataclasses.replace(network, checkpointing=checkpointing and train and _can_checkpoint(network)),
-        mode="train" if train else "infer",
-        gpu=device.id,
-        batch_size=1,
-        precision=precision,
-        tf32=tf32,
-        layout=layout if has_images else "nchw",
-        optimizer=optimizer if train else "none",
-        cudnn_benchmark=benchmark and on_gpu,
-        compiled=compiled and on_gpu and space != "ops",
-        memory_kind="driver" if on_gpu else "resident",
-        figures=device,
-    )
-    return Draft(number, space, row, memory_share, round_batch)
-
-
-def _memory_share(which: float, where: float) -> float:
-    """Draw a share between 0.02 and 1.3. A quarter of them is above 0.8, where it is decided whether a run fits."""
-    return 0.8 + 0.5 * where if which < 1 / 4 else 0.02 * math.exp(math.log(0.8 / 0.02) * where)
-
-
-def _can_checkpoint(network: Network) -> bool:
-    prefix, _, name = network.name.partition(":")
-    if prefix == "timm":
-        return name.startswith(_CHECKPOINTING_IN_TIMM)
-    return prefix == "hf" or (prefix == "perfguard" and name in ("cnn", "cells", "mlp"))
+    columns = {
+        "source": "collected",
+        "model": network.name,
+        "config": json.dumps(network.config, separators=(",", ":")),
+        "family": network.family,
+        "mode": mode,
+        "gpu": device.id,
+        "num_gpus": "1",
+        "parallel": "none",
+        "precision": precision,
+        "layout": layout if has_images else "nchw",
+        "compiled": str(compiled and on_gpu),
+        "optimizer": optimizer if mode == "train" else "none",
+        "checkpointing": str(checkpointing and mode == "train" and can_checkpoint),
+        "accumulation": "1",
+        "cudnn_benchmark": str(benchmark and on_gpu),
+        "zero_grad": "before-forward",
+        "batch_size": "1",
+        "input": json.dumps(network.input, separators=(",", ":")),
+        "memory_kind": "driver" if on_gpu else "resident",
+        "space": space,
+        "memory_share": f"{memory_share:.4f}",
+        "index": str(number),
+    }
+    return Draft(columns, run_row(columns, "collected"), memory_share, round_batch=draw.random() < 0.5)
 
 
 # The network of each space
 
 
-def _vision(point: Point) -> Network:
-    kind = point.choice([*(kind for kind in ("timm", "torchvision") if _is_there(kind)), "cnn"])
+def _vision(draw: Draw) -> Network:
+    kind = draw.choice(("timm", "torchvision", "cnn"))
     if kind == "cnn":
-        sizes = point.sizes(_CNN)
+        sizes = draw.sizes(_CNN)
         sizes |= {"down": [round(sizes["depth"] * part) for part in sizes["down"]], "classes": 100}
         return Network(name="perfguard:cnn", config=sizes, family=f"cnn-{sizes['style']}-{sizes['norm']}")
-    name = point.choice(_TIMM if kind == "timm" else _TORCHVISION)
+    name = draw.choice(_TIMM if kind == "timm" else _TORCHVISION)
     is_fixed = kind == "timm" and name.startswith(_FIXED_SIZE)
-    image = 224 if is_fixed else max(64, point.size(64, 320, 32))
+    image = 224 if is_fixed else max(64, draw.size(64, 320, 32))
     return Network(name=f"{kind}:{name}", input={"image": image}, family=name.partition("_")[0])
 
 
-def _nas(point: Point) -> Network:
-    edges = [point.choice(EDGES) for _ in range(NUM_EDGES)]
-    sizes = {"edges": edges, **point.sizes(_CELLS), "classes": 10}
+def _nas(draw: Draw) -> Network:
+    edges = [draw.choice(EDGES) for _ in range(NUM_EDGES)]
+    sizes = {"edges": edges, **draw.sizes(_CELLS), "classes": 10}
     return Network(name="perfguard:cells", config=sizes, family=f"cells-{edges.count('conv3x3')}")
 
 
-def _mlp(point: Point) -> Network:
-    sizes = point.sizes(_MLP)
+def _mlp(draw: Draw) -> Network:
+    sizes = draw.sizes(_MLP)
     return Network(name="perfguard:mlp", config=sizes, family="mlp-norm" if sizes["norm"] else "mlp")
 
 
-def _rnn(point: Point) -> Network:
-    sizes = point.sizes(_RNN)
+def _rnn(draw: Draw) -> Network:
+    sizes = draw.sizes(_RNN)
     return Network(name="perfguard:recurrent", config=sizes | {"classes": 20}, family=sizes["cell"])
 
 
-def _text(point: Point) -> Network:
-    model_type = point.choice(tuple(TEXT))
-    heads, layers = point.size(2, 16), point.size(2, 16)
-    head_width, length, vocabulary = point.choice((32, 64, 64)), point.size(32, 1024, 16), point.size(1000, 50_000)
+def _text(draw: Draw) -> Network:
+    model_type = draw.choice(tuple(TEXT))
+    heads, layers = draw.size(2, 16), draw.size(2, 16)
+    head_width, length, vocabulary = draw.choice((32, 64, 64)), draw.size(32, 1024, 16), draw.size(1000, 50_000)
     width, has_decoder = heads * head_width, model_type in _ENCODER_DECODER
     sizes = {
         "heads": heads, "layers": max(1, layers // 2) if has_decoder else layers, "head width": head_width, "width": width,
@@ -269,15 +209,10 @@ def _text(point: Point) -> Network:
     return Network(name=f"hf:{cls}", config=config, input=lengths, family=model_type)
 
 
-def _ops(point: Point) -> Network:
-    op = point.choice(OPERATORS)
-    is_image = op in ("conv", "depthwise-conv", "batch-norm", "max-pool")
-    sizes = point.sizes(_IMAGE_OPERATOR if is_image else _ATTENTION if op == "attention" else _OTHER_OPERATOR)
-    if op == "embedding":
-        sizes["vocabulary"] = point.size(1000, 100_000)
-    return Network(name="perfguard:operator", config={"op": op, **sizes}, family=op)
-
-
-_NETWORKS: dict[Space, Callable[[Point], Network]] = {
-    "vision": _vision, "text": _text, "mlp": _mlp, "rnn": _rnn, "nas": _nas, "ops": _ops,
-}  # fmt: skip
+_NETWORKS: dict[Space, Callable[[Draw], Network]] = {
+    "vision": _vision,
+    "text": _text,
+    "mlp": _mlp,
+    "rnn": _rnn,
+    "nas": _nas,
+}
