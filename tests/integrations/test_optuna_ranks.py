@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
 from perfguard_optuna import guarded, ranks
 from tests.doubles import TOY_CPU
@@ -34,7 +35,8 @@ LIMIT_S = 100
 
 def ends_of(number: int, main: Callable[..., list[str]], *args: Any) -> list[Any]:
     """Run ``main(rank, *args)`` in so many processes. Return what each returned, what it raised, or its exit code."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # else each process would import torch
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -218,3 +220,96 @@ def test_out_of_memory_prunes_only_if_all_ranks_end(tmp_path: Path) -> None:
     assert ended[1] == "OutOfMemoryError: CUDA out of memory"
     (record,) = MeasurementStore(tmp_path / "one.db").records()
     assert record.status == "oom"
+
+
+def by_decorator(rank: int, options: dict[str, Any], asks: bool, *widths: int) -> list[str]:
+    @guarded(**settings(**{"gpu": TOY_CPU, "build": build} | options))
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if asks and trial.should_prune():
+            raise optuna.TrialPruned
+        value = train_together(width)
+        trial.report(value, 1)
+        return value
+
+    return play(rank, objective, *widths)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_all_ranks_prune_together_with_guarded(asks: bool, tmp_path: Path) -> None:
+    """By should_prune() or by report(): both reach all ranks, and an error of a suggestion on rank 0 reaches none."""
+    log = str(tmp_path / "log.db")
+    ended = ends_of(2, by_decorator, {"log": log}, asks, SMALL, LARGE, SMALL)
+    assert ended == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
+    assert [record.status for record in MeasurementStore(log).records()].count("ok") == 2
+
+
+def unjudgeable_build(params: Any) -> Any:
+    raise ValueError("no such model")
+
+
+def test_no_rank_hangs_when_the_verdict_raises_with_guarded() -> None:
+    ended = ends_of(2, by_decorator, {"build": unjudgeable_build, "strict": True}, True, SMALL, SMALL)
+    assert ended[0].startswith("UnguardedTrialError")
+    assert isinstance(ended[1], str)  # rank 0 has ended
+
+
+def unheeding(rank: int, strict: bool) -> list[str]:
+    @guarded(**settings(gpu=TOY_CPU, build=build, strict=strict))
+    def objective(single: optuna.Trial | None) -> float:
+        return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+
+    if rank or strict:
+        return play(rank, objective, LARGE)
+    with pytest.warns(UnguardedTrialWarning, match="ran a trial against its verdict"):
+        return play(rank, objective, LARGE)
+
+
+def test_trial_that_ran_against_its_verdict_is_reported() -> None:
+    assert ends_of(2, unheeding, False) == 2 * [["COMPLETE"]]
+    assert "against its verdict" in ends_of(2, unheeding, True)[0]
+
+
+def by_pruner(rank: int, options: dict[str, Any], *widths: int) -> list[str]:
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return train_together(width)
+
+    return play(rank, objective, *widths, pruner=make_pruner(gpu=TOY_CPU, **options) if rank == 0 else None)
+
+
+def test_all_ranks_prune_together_with_a_pruner() -> None:
+    assert ends_of(2, by_pruner, {}, SMALL, LARGE, SMALL) == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
+
+
+def test_strict_pruner_prunes_what_it_cannot_judge() -> None:
+    """An error that rank 0 raises in should_prune() does not reach the other ranks, which wait for an answer."""
+    options = {"build": unjudgeable_build, "strict": True}
+    assert ends_of(2, by_pruner, options, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("perfguard.capture.ranks") is None, reason="needs a dry run of one rank of many")
+def test_all_ranks_prune_together_by_a_dry_run() -> None:
+    """Nothing of the objective begins before the verdict, on any rank."""
+    ended = ends_of(2, by_dry_run, SMALL, LARGE, SMALL)
+    assert ended == [["COMPLETE", "PRUNED", "COMPLETE", "2 began"], ["COMPLETE", "PRUNED", "COMPLETE", "2 began"]]
+
+
+def by_dry_run(rank: int, *widths: int) -> list[str]:
+    began = []
+
+    @guarded(**settings(gpu=TOY_CPU))
+    def objective(single: optuna.Trial | None) -> float:
+        began.append(single)
+        return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+
+    return [*play(rank, objective, *widths), f"{len(began)} began"]
+
+
+def test_none_is_no_trial_outside_a_process_group() -> None:
+    with pytest.raises(ConfigurationError, match="There is no trial"):
+        make_guard().trial(None, nn.Linear(64, 8), (32, 64))
