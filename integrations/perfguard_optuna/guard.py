@@ -686,6 +686,8 @@ class GuardedRun:
         elif self._run is not None and self._ranks is not None:
             status, note = _how_ended(error)
             self.measurement = self._ranks.end(self._guard._end_run(self._run, status, note), status)
+            if status == "oom":
+                _free_memory()
         prune_if_out_of_memory(error, self._ranks)
 
     def __del__(self) -> None:

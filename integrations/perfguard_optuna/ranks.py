@@ -10,6 +10,7 @@ so no rank waits for ever for one that has failed. Each trial has keys of its ow
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import sys
@@ -50,6 +51,8 @@ def _group_size() -> int:
 
 class Ranks:
     """The ranks that run one trial together.
+
+    All ranks of the default group do. Subgroups with a study each are not known here.
 
     Args:
         name: of what all ranks call for the trial. They call it equally often.
@@ -103,6 +106,7 @@ class Ranks:
             UnguardedTrialError: if rank 0 could not begin it.
         """
         self._store.set(f"joined/{self._rank}", "")
+        self._store.wait(["verdict"], datetime.timedelta(minutes=30))  # as long as a TorchDistributedTrial waits for rank 0
         shared: dict[str, Any] = json.loads(self._store.get("verdict"))
         if "pruned" in shared:
             raise optuna.TrialPruned(shared["pruned"])
@@ -138,6 +142,7 @@ def _of_all(measured: Mapping[int, Measurement], missing: Sequence[int]) -> Meas
     """Return the largest memory and the slowest step of all ranks, with the worst status."""
     largest = max(measured.values(), key=lambda one: one.peak_memory_bytes or 0)
     notes = [f"rank {rank}: {one.note}" for rank, one in measured.items() if one.note]
+    notes += [f"rank {rank} ran on {one.device_name}" for rank, one in measured.items() if one.device_id != largest.device_id]
     notes += [f"rank {rank} did not end the trial" for rank in missing]
     status = max((one.status for one in measured.values()), key=_WORSE.index)
     return replace(

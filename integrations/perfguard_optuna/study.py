@@ -32,7 +32,7 @@ from perfguard_optuna.attributes import has_verdict
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed
 from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
-from perfguard_optuna.ranks import Ranks, leads_ranks
+from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 from perfguard_optuna.sampler import PerfGuardSampler
 from perfguard_optuna.show import progress_line
 
@@ -221,7 +221,7 @@ class GuardedObjective:
                 return
             if search.is_over:
                 search.warn_that_nothing_fits()  # once
-                if not leads_ranks():  # the others would wait for the next trial
+                if not (self._on_all_ranks and leads_ranks()):  # else the others would wait for the next trial
                     trial.study.stop()
             self._propose_nothing_again(trial.study)
 
@@ -312,7 +312,15 @@ def repair_of(trial: optuna.Trial) -> Repair:
         >>> repair = repair_of(trial)                                                               # doctest: +SKIP
         >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
         >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
+
+    Raises:
+        ConfigurationError: for a TorchDistributedTrial, because only rank 0 knows the repair.
     """
+    if own_trial(trial) is not trial:
+        raise ConfigurationError(
+            "repair_of takes no TorchDistributedTrial, because only rank 0 knows the repair. Take run.repair of "
+            "`with guard.trial(trial, ...) as run`, which has it on all ranks."
+        )
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
-from perfguard_optuna import guarded, ranks
+from perfguard_optuna import PerfGuardPruner, guarded, ranks, repair_of
 from tests.doubles import TOY_CPU
-from tests.integrations.one_layer import LARGE, SMALL, build, make_guard, make_pruner, plain_study_of, settings
+from tests.integrations.one_layer import LARGE, SMALL, build, make_guard, make_pruner, plain_study_of, settings, study_of, train
 
 integration = pytest.importorskip("optuna_integration")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -308,6 +308,60 @@ def by_dry_run(rank: int, *widths: int) -> list[str]:
         return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
 
     return [*play(rank, objective, *widths), f"{len(began)} began"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("perfguard.capture.ranks") is None, reason="needs a dry run of one rank of many")
+def test_guarded_study_shows_the_other_ranks_only_what_it_launches() -> None:
+    assert ends_of(2, by_guarded_study) == [["COMPLETE", "PRUNED", "COMPLETE"], ["COMPLETE", "COMPLETE"]]
+
+
+def by_guarded_study(rank: int) -> list[str]:
+    def objective(single: optuna.Trial | None) -> float:
+        return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+
+    if rank:
+        return play(rank, objective, SMALL, SMALL)
+    study = study_of(SMALL, LARGE, SMALL)
+    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(**settings(gpu=TOY_CPU)))
+    return [trial.state.name for trial in study.trials]
+
+
+def repaired(rank: int) -> list[str]:
+    guard, found = make_guard(gpu=TOY_CPU, on_violation="repair"), []
+
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with pytest.raises(ConfigurationError, match=r"run\.repair"):
+            repair_of(trial)
+        with guard.trial(trial, nn.Linear(64, width), (2**14, 64), loss=torch.mean) as run:
+            found.append(str(run.repair))
+            return train_together(width)
+
+    play(rank, objective, SMALL)
+    return found
+
+
+def test_repair_is_the_same_on_all_ranks() -> None:
+    (first,), (second,) = ends_of(2, repaired)
+    assert first == second
+    assert "accumulation=1," not in first
+
+
+def by_itself(rank: int) -> list[str]:
+    study, guard = plain_study_of(SMALL, LARGE), make_guard(gpu=TOY_CPU)
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with guard.trial(trial, nn.Linear(64, width), (32, 64), loss=torch.mean):
+            return train(width)
+
+    study.optimize(objective, n_trials=2)
+    return [trial.state.name for trial in study.trials]
+
+
+def test_rank_with_a_study_of_its_own_waits_for_no_other() -> None:
+    assert ends_of(2, by_itself) == 2 * [["COMPLETE", "PRUNED"]]
 
 
 def test_none_is_no_trial_outside_a_process_group() -> None:
