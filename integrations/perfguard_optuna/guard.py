@@ -14,10 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -463,19 +462,17 @@ class OptunaGuard:
         verdict = Verdict(action="launch", unjudged=why)
         self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
 
-    def report_unheeded(self) -> None:
+    def report_unheeded(self, study: optuna.Study, trial: AnyTrial) -> None:
         """Report a trial that several ranks ran against its verdict.
 
         Raises:
             UnguardedTrialError: if the guard is strict.
         """
         why = (
-            "Several ranks ran a trial against its verdict, because a suggestion cannot prune it on all of them. Begin the "
+            "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
             "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
         )
-        if self.guard.strict:
-            raise UnguardedTrialError(why)
-        self.guard.warn_once(UnguardedTrialWarning, why, about="unheeded")
+        self._unguarded(study, trial, why)
 
     def too_slow(self, study: optuna.Study, trial: AnyTrial) -> str | None:
         """Return why a running trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
@@ -519,8 +516,8 @@ class OptunaGuard:
         """
         known = self._running.pop(threading.get_ident(), None)
         if known is None:
-            return None if ranks is None else ranks.end(None, _how_ended(error)[0])
-        return self._end(study, known, *_how_ended(error), was_cut_off=isinstance(error, optuna.TrialPruned), ranks=ranks)
+            return None if ranks is None else ranks.end(None, _how_ended(error).status)
+        return self._end(study, known, _how_ended(error), ranks=ranks)
 
     def end_abandoned(self, study: optuna.Study) -> None:
         """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
@@ -531,28 +528,21 @@ class OptunaGuard:
         status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
         note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
         note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
-        self._end(study, known, status, note, was_cut_off=True, at_last_step=True)
+        self._end(study, known, _HowEnded(status, note), at_last_step=True)
 
     def _end(
-        self,
-        study: optuna.Study,
-        known: _Trial,
-        status: Status,
-        note: str,
-        *,
-        was_cut_off: bool,
-        at_last_step: bool = False,
-        ranks: Ranks | None = None,
+        self, study: optuna.Study, known: _Trial, how: _HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None
     ) -> Measurement | None:
+        was_cut_off = at_last_step or how.note == CUT_SHORT
         run, decision, known.run, known.is_over = known.run, known.decision, None, True
         real_step, known.real_step = known.real_step, None
         if real_step is not None:
             real_step.close()
         assert run is not None
         assert decision is not None
-        measurement = self._end_run(run, status, note, at_last_step=at_last_step)
+        measurement = self._end_run(run, how, at_last_step=at_last_step)
         if ranks is not None:
-            measurement = ranks.end(measurement, status)
+            measurement = ranks.end(measurement, how.status)
         if measurement is None:
             return None
         if was_cut_off and measurement.num_steps == 0:  # its memory does not show what its steps need
@@ -590,9 +580,9 @@ class OptunaGuard:
             self._warn_unmeasured(error)
         return run
 
-    def _end_run(self, run: Run, status: Status, note: str, *, at_last_step: bool = False) -> Measurement | None:
+    def _end_run(self, run: Run, how: _HowEnded, *, at_last_step: bool = False) -> Measurement | None:
         try:
-            return run.finish(status, note=note, at_last_step=at_last_step)
+            return run.finish(how.status, note=how.note, at_last_step=at_last_step)
         except Exception as error:
             self._warn_unmeasured(error)
             return None
@@ -671,7 +661,7 @@ class GuardedRun:
             self._run = guard._start_run()
             return self
         study = trial.study
-        with nullcontext({}) if ranks is None else ranks.judging() as shared:
+        with Ranks.judging(ranks) as shared:
             if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
                 unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
                 guard.begin(study, trial, None, make_workload=_raiser(unknown))
@@ -684,9 +674,9 @@ class GuardedRun:
         if self._trial is not None:
             self.measurement = self._guard.finish(self._trial.study, error, self._ranks)
         elif self._run is not None and self._ranks is not None:
-            status, note = _how_ended(error)
-            self.measurement = self._ranks.end(self._guard._end_run(self._run, status, note), status)
-            if status == "oom":
+            how = _how_ended(error)
+            self.measurement = self._ranks.end(self._guard._end_run(self._run, how), how.status)
+            if how.status == "oom":
                 _free_memory()
         prune_if_out_of_memory(error, self._ranks)
 
@@ -729,11 +719,17 @@ class GuardedRun:
             self._guard.check_pace(self._trial.study, self._trial)
 
 
-def _how_ended(error: BaseException | None) -> tuple[Status, str]:
-    """Return the status of a trial that ended with ``error``, and the note of its measurement."""
+class _HowEnded(NamedTuple):
+    """How a trial ended, for its measurement."""
+
+    status: Status
+    note: str = ""
+
+
+def _how_ended(error: BaseException | None) -> _HowEnded:
     if isinstance(error, optuna.TrialPruned):
-        return "ok", CUT_SHORT
-    return status_of(error), "" if error is None else f"{type(error).__name__}: {error}"[:200]
+        return _HowEnded("ok", CUT_SHORT)
+    return _HowEnded(status_of(error), "" if error is None else f"{type(error).__name__}: {error}"[:200])
 
 
 def prune_if_out_of_memory(error: BaseException | None, ranks: Ranks | None = None) -> None:

@@ -59,12 +59,10 @@ class Ranks:
     """
 
     def __init__(self, name: str) -> None:
-        import torch.distributed as dist
-
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        # The store has no public name (PyTorch 1.8 to 2.13).
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"perfguard/{name}/{next(_numbers[name])}", store)
+        c10d: Any = sys.modules["torch"].distributed.distributed_c10d
+        self._rank, self._size = c10d.get_rank(), c10d.get_world_size()
+        # The group's store has no public name (PyTorch 1.8 to 2.13).
+        self._store = c10d.PrefixStore(f"perfguard/{name}/{next(_numbers[name])}", c10d._get_default_store())
         self.missing: list[int] = []
         """The other ranks that had not ended the trial when this rank did."""
 
@@ -83,9 +81,10 @@ class Ranks:
             )
         return cls(name)
 
+    @staticmethod
     @contextmanager
-    def judging(self) -> Iterator[dict[str, Any]]:
-        """Share on rank 0 how the block ends. The block may add the columns of a verdict to what it gets."""
+    def judging(ranks: Ranks | None) -> Iterator[dict[str, Any]]:
+        """Share with ``ranks`` how the block of rank 0 ends. The block may add the columns of a verdict to what it gets."""
         shared: dict[str, Any] = {}
         try:
             yield shared
@@ -96,7 +95,8 @@ class Ranks:
             shared = {"error": f"{type(error).__name__}: {error}"}
             raise
         finally:
-            self._store.set("verdict", json.dumps(shared))
+            if ranks is not None:
+                ranks._store.set("verdict", json.dumps(shared))
 
     def join(self) -> dict[str, Any]:
         """Wait on another rank for what rank 0 has shared.

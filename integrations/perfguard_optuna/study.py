@@ -172,7 +172,7 @@ class GuardedObjective:
             self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
         try:
-            with nullcontext() if ranks is None else ranks.judging():
+            with Ranks.judging(ranks):
                 build = self._judge_by_capture(trial)
                 guarded = _GuardedTrial.of(trial, guard, build)
                 if build is self._captures and build is not None:
@@ -190,14 +190,14 @@ class GuardedObjective:
         return value
 
     def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
-        value = None
+        """Run the objective. What could not be raised at a suggestion is raised at its end."""
         try:
             value = self._objective(trial)
         finally:
             if isinstance(trial.kept, UnguardedTrialError):
                 raise trial.kept
         if trial.kept is not None:
-            self.guard.report_unheeded()
+            self.guard.report_unheeded(trial.study, trial)
         return value
 
     def _judge_by_capture(self, trial: optuna.Trial) -> AnyBuild | None:
@@ -318,8 +318,8 @@ def repair_of(trial: optuna.Trial) -> Repair:
     """
     if own_trial(trial) is not trial:
         raise ConfigurationError(
-            "repair_of takes no TorchDistributedTrial, because only rank 0 knows the repair. Take run.repair of "
-            "`with guard.trial(trial, ...) as run`, which has it on all ranks."
+            "repair_of takes no TorchDistributedTrial, because only rank 0 knows the repair. All ranks have run.repair of "
+            "`with guard.trial(trial, ...) as run`."
         )
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
