@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -31,7 +31,7 @@ from perfguard.exceptions import (
 )
 from perfguard.guard import Guard, as_workload
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
-from perfguard.record import column, measured_by
+from perfguard.record import column, columns_of, measured_by, verdict_from
 from perfguard.rejections import Rejection, Search
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision, Verdict
@@ -56,6 +56,7 @@ from perfguard_optuna.attributes import (
     write,
 )
 from perfguard_optuna.capture import refuse_dry_trial
+from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,12 +145,15 @@ class OptunaGuard:
         return self.guard.max_batch_size(model, inputs, at_most=at_most, **fields)
 
     def trial(
-        self, trial: optuna.Trial, model: Workload | nn.Module | None = None, batch: Any = None, **workload: Any
+        self, trial: optuna.trial.BaseTrial | None, model: Workload | nn.Module | None = None, batch: Any = None, **workload: Any
     ) -> GuardedRun:
         """Judge ``trial`` where the ``with`` block begins, then measure what runs inside and learn from it.
 
+        In a process group, all ranks call it: rank 0 judges, and all prune together.
+
         Args:
-            trial: the trial that Optuna handed to the objective.
+            trial: the trial that Optuna handed to the objective, or a TorchDistributedTrial of it. None: on the ranks other than
+                0 of a process group.
             model: what the block trains: a Workload, or a model. None: ``build(trial.params)``.
             batch: an example batch for a model. Tensors, specifications or a shape.
             workload: other fields of :class:`perfguard.Workload`, with a model. Examples are ``optimizer``, ``loss`` and
@@ -160,8 +164,9 @@ class OptunaGuard:
                 will break the time budget. At the end, if it ran out of memory.
             ConfigurationError: for arguments that cannot be right.
         """
-        refuse_dry_trial(trial)
-        if not isinstance(trial, optuna.Trial):
+        own = own_trial(trial)
+        refuse_dry_trial(own)
+        if not isinstance(own, optuna.Trial | None):
             raise ConfigurationError(
                 f"guard.trial takes the trial that Optuna hands to the objective, and then the model, but got {trial!r} first."
             )
@@ -176,7 +181,7 @@ class OptunaGuard:
             announce_optimizer(made)
             return made
 
-        return GuardedRun(self, trial, None if model is None else make_workload)
+        return GuardedRun(self, own, None if model is None else make_workload, Ranks.of(own, "inline"))
 
     def begin(
         self,
@@ -210,13 +215,7 @@ class OptunaGuard:
             return False
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
-        known.run = Run(
-            self.device, on_step=(lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None
-        )
-        try:
-            known.run.start()
-        except Exception as error:
-            self._warn_unmeasured(error)
+        known.run = self._start_run((lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None)
         self._running[threading.get_ident()] = known
         return True
 
@@ -463,6 +462,18 @@ class OptunaGuard:
         verdict = Verdict(action="launch", unjudged=why)
         self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
 
+    def report_unheeded(self, study: optuna.Study, trial: AnyTrial) -> None:
+        """Report a trial that several ranks ran against its verdict.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
+        why = (
+            "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
+            "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+        )
+        self._unguarded(study, trial, why)
+
     def too_slow(self, study: optuna.Study, trial: AnyTrial) -> str | None:
         """Return why a running trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
         known = self._trial(study, trial)
@@ -481,11 +492,13 @@ class OptunaGuard:
     def check_pace(self, study: optuna.Study, trial: AnyTrial) -> None:
         """Look at the pace of a running trial. To look at all steps after each would cost more than a step, in the end.
 
+        Of a trial that several ranks run, only ``should_prune()`` shows the pace: all ranks ask it together.
+
         Raises:
             optuna.TrialPruned: if the trial will break its time budget.
         """
         run = self._trial(study, trial).run
-        if run is None or run.num_steps % max(1, run.num_steps // 50):
+        if run is None or run.num_steps % max(1, run.num_steps // 50) or leads_ranks():
             return
         if reason := self.too_slow(study, trial):
             raise optuna.TrialPruned(reason)
@@ -496,14 +509,15 @@ class OptunaGuard:
         decision = self.decision_of(study, trial)
         return AS_PROPOSED if decision is None else decision.verdict.repair
 
-    def finish(self, study: optuna.Study, error: BaseException | None) -> Measurement | None:
-        """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it."""
+    def finish(self, study: optuna.Study, error: BaseException | None, ranks: Ranks | None = None) -> Measurement | None:
+        """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it.
+
+        ``ranks`` have run it too. None: this process ran it alone.
+        """
         known = self._running.pop(threading.get_ident(), None)
         if known is None:
-            return None
-        was_pruned = isinstance(error, optuna.TrialPruned)
-        note = CUT_SHORT if was_pruned else f"{type(error).__name__}: {error}"[:200] if error is not None else ""
-        return self._end(study, known, "ok" if was_pruned else status_of(error), note, was_cut_off=was_pruned)
+            return None if ranks is None else ranks.end(None, _how_ended(error).status)
+        return self._end(study, known, _how_ended(error), ranks=ranks)
 
     def end_abandoned(self, study: optuna.Study) -> None:
         """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
@@ -514,21 +528,22 @@ class OptunaGuard:
         status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
         note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
         note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
-        self._end(study, known, status, note, was_cut_off=True, at_last_step=True)
+        self._end(study, known, _HowEnded(status, note), at_last_step=True)
 
     def _end(
-        self, study: optuna.Study, known: _Trial, status: Status, note: str, *, was_cut_off: bool, at_last_step: bool = False
+        self, study: optuna.Study, known: _Trial, how: _HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None
     ) -> Measurement | None:
+        was_cut_off = at_last_step or how.note == CUT_SHORT
         run, decision, known.run, known.is_over = known.run, known.decision, None, True
         real_step, known.real_step = known.real_step, None
         if real_step is not None:
             real_step.close()
         assert run is not None
         assert decision is not None
-        try:
-            measurement = run.finish(status, note=note, at_last_step=at_last_step)
-        except Exception as error:
-            self._warn_unmeasured(error)
+        measurement = self._end_run(run, how, at_last_step=at_last_step)
+        if ranks is not None:
+            measurement = ranks.end(measurement, how.status)
+        if measurement is None:
             return None
         if was_cut_off and measurement.num_steps == 0:  # its memory does not show what its steps need
             measurement = replace(measurement, peak_memory_bytes=None)
@@ -556,6 +571,21 @@ class OptunaGuard:
         else:
             self.guard.learn(decision, measurement, real_step=real_step)
         return measurement
+
+    def _start_run(self, on_step: Callable[[Any], object] | None = None) -> Run:
+        run = Run(self.device, on_step=on_step)
+        try:
+            run.start()
+        except Exception as error:
+            self._warn_unmeasured(error)
+        return run
+
+    def _end_run(self, run: Run, how: _HowEnded, *, at_last_step: bool = False) -> Measurement | None:
+        try:
+            return run.finish(how.status, note=how.note, at_last_step=at_last_step)
+        except Exception as error:
+            self._warn_unmeasured(error)
+            return None
 
     def _warn_unmeasured(self, error: Exception) -> None:
         message = f"PerfGuard could not measure a trial (shown once): {type(error).__name__}: {error}"
@@ -604,10 +634,19 @@ class _Trial:
 class GuardedRun:
     """A ``with`` block in which a trial runs and is measured. Made by :meth:`OptunaGuard.trial`."""
 
-    def __init__(self, guard: OptunaGuard, trial: optuna.Trial, make_workload: Callable[[], Workload] | None) -> None:
+    def __init__(
+        self,
+        guard: OptunaGuard,
+        trial: optuna.Trial | None,
+        make_workload: Callable[[], Workload] | None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._guard = guard
         self._trial = trial
+        """None: that of rank 0."""
         self._make_workload = make_workload
+        self._ranks = ranks
+        self._shared: Verdict | None = None
         self._run: Run | None = None
         self._has_begun = False
         self.measurement: Measurement | None = None
@@ -615,18 +654,31 @@ class GuardedRun:
 
     def __enter__(self) -> GuardedRun:
         self._has_begun = True
-        guard, trial = self._guard, self._trial
+        guard, trial, ranks = self._guard, self._trial, self._ranks
+        if trial is None:
+            assert ranks is not None
+            self._shared = verdict_from(ranks.join())
+            self._run = guard._start_run()
+            return self
         study = trial.study
-        if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
-            unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
-            guard.begin(study, trial, None, make_workload=_raiser(unknown))
+        with Ranks.judging(ranks) as shared:
+            if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
+                unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
+                guard.begin(study, trial, None, make_workload=_raiser(unknown))
+            shared.update(columns_of(self.verdict))
         self._run = guard._trial(study, trial).run
         guard.repair_of(study, trial)  # the block applies it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.measurement = self._guard.finish(self._trial.study, error)
-        prune_if_out_of_memory(error)
+        if self._trial is not None:
+            self.measurement = self._guard.finish(self._trial.study, error, self._ranks)
+        elif self._run is not None and self._ranks is not None:
+            how = _how_ended(error)
+            self.measurement = self._ranks.end(self._guard._end_run(self._run, how), how.status)
+            if how.status == "oom":
+                _free_memory()
+        prune_if_out_of_memory(error, self._ranks)
 
     def __del__(self) -> None:
         if not self._has_begun:
@@ -639,6 +691,8 @@ class GuardedRun:
     @property
     def verdict(self) -> Verdict:
         """The verdict on the trial."""
+        if self._trial is None:
+            return self._shared or Verdict(action="launch", unjudged="rank 0 has not judged it")
         decision = self._guard.decision_of(self._trial.study, self._trial)
         return Verdict(action="launch", unjudged="it was not judged") if decision is None else decision.verdict
 
@@ -661,11 +715,27 @@ class GuardedRun:
         if self._run is None:
             return
         self._run.step()
-        self._guard.check_pace(self._trial.study, self._trial)
+        if self._trial is not None:
+            self._guard.check_pace(self._trial.study, self._trial)
 
 
-def prune_if_out_of_memory(error: BaseException | None) -> None:
-    """Turn an out-of-memory error into a pruned trial, so that the study goes on."""
+class _HowEnded(NamedTuple):
+    """How a trial ended, for its measurement."""
+
+    status: Status
+    note: str = ""
+
+
+def _how_ended(error: BaseException | None) -> _HowEnded:
+    if isinstance(error, optuna.TrialPruned):
+        return _HowEnded("ok", CUT_SHORT)
+    return _HowEnded(status_of(error), "" if error is None else f"{type(error).__name__}: {error}"[:200])
+
+
+def prune_if_out_of_memory(error: BaseException | None, ranks: Ranks | None = None) -> None:
+    """Turn an out-of-memory error into a pruned trial, so that the study goes on. Not on one of several ``ranks`` alone."""
+    if ranks is not None and ranks.missing:
+        return
     quotes_others = isinstance(error, (UnguardedTrialError, optuna.TrialPruned))
     if isinstance(error, Exception) and not quotes_others and status_of(error) == "oom":
         raise optuna.TrialPruned(f"ran out of memory: {error}") from error

@@ -9,9 +9,10 @@ import optuna
 from optuna.pruners import BasePruner, HyperbandPruner
 from optuna.trial import FrozenTrial
 
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning, warn_user
 from perfguard.workload import Build, Workload
 from perfguard_optuna.guard import GuardedRun, OptunaGuard
+from perfguard_optuna.ranks import leads_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,16 +82,21 @@ class PerfGuardPruner(HyperbandPruner):
         """
         try:
             launched = self.guard.begin(study, trial, self.guard.build)
+            if not launched:
+                self.guard.report_unjudged(study, trial, self.guard.build)
         except optuna.TrialPruned:
             return True
-        if not launched:
-            self.guard.report_unjudged(study, trial, self.guard.build)
-        elif self.guard.too_slow(study, trial):
+        except UnguardedTrialError as error:
+            if not leads_ranks():
+                raise
+            warn_user(str(error), UnguardedTrialWarning)  # the other ranks wait for an answer, and an error would not reach them
+            return True
+        if launched and self.guard.too_slow(study, trial):
             return True
         return self._inner is not None and self._inner.prune(study, trial)
 
     def trial(
-        self, trial: optuna.Trial, model: Workload | nn.Module | None = None, batch: Any = None, **fields: Any
+        self, trial: optuna.trial.BaseTrial | None, model: Workload | nn.Module | None = None, batch: Any = None, **fields: Any
     ) -> GuardedRun:
         """See :meth:`OptunaGuard.trial`."""
         return self.guard.trial(trial, model, batch, **fields)

@@ -18,13 +18,21 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from perfguard.capture import SelfEnded
-from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError, UnguardedTrialWarning, warn_user
+from perfguard.exceptions import (
+    CaptureError,
+    ConfigurationError,
+    TooLargeError,
+    UnguardedTrialError,
+    UnguardedTrialWarning,
+    warn_user,
+)
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import AnyBuild
 from perfguard_optuna.attributes import has_verdict
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed
-from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
+from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
+from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 from perfguard_optuna.sampler import PerfGuardSampler
 from perfguard_optuna.show import progress_line
 
@@ -120,11 +128,13 @@ class GuardedObjective:
     Args:
         objective: the user's own.
         guard: gives the verdicts. Without a ``build``, a dry run of the objective shows what a trial runs.
+        on_all_ranks: whether the other ranks of a process group call it too, with None in the place of the trial.
     """
 
-    def __init__(self, objective: Objective, guard: OptunaGuard) -> None:
+    def __init__(self, objective: Objective, guard: OptunaGuard, *, on_all_ranks: bool = False) -> None:
         functools.update_wrapper(self, objective, updated=())
         self.guard = guard
+        self._on_all_ranks = on_all_ranks
         self._objective = objective
         self._build: AnyBuild | None = guard.build or getattr(objective, "build", None)
         self._captures: ObjectiveBuild | None = None
@@ -147,31 +157,47 @@ class GuardedObjective:
             self._captures.close()
             self._build = self._captures = self.guard.build = None
 
-    def __call__(self, trial: optuna.Trial) -> float | Sequence[float]:
-        """Run one trial.
+    def __call__(self, trial: optuna.Trial | None) -> float | Sequence[float]:
+        """Run one trial. None: that of rank 0.
 
         Raises:
             optuna.TrialPruned: if it does not fit, or ran out of memory.
         """
+        ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
+        if trial is None:
+            with GuardedRun(self.guard, None, None, ranks):
+                return self._objective(None)  # type: ignore[arg-type]  # which makes a TorchDistributedTrial of it
         guard, study = self.guard, trial.study
         if self._build is None:
             self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
         try:
-            build = self._judge_by_capture(trial)
-            guarded = _GuardedTrial.of(trial, guard, build)
-            if build is self._captures and build is not None:
-                guard.begin(study, guarded, build, keeps_pace=True)
-            value = self._objective(guarded)
+            with Ranks.judging(ranks):
+                build = self._judge_by_capture(trial)
+                guarded = _GuardedTrial.of(trial, guard, build)
+                if build is self._captures and build is not None:
+                    guard.begin(study, guarded, build, keeps_pace=True)
+            value = self._run(guarded)
         except BaseException as error:
-            guard.finish(study, error)
-            prune_if_out_of_memory(error)
+            guard.finish(study, error, ranks)
+            prune_if_out_of_memory(error, ranks)
             raise
         else:
-            guard.finish(study, None)
+            guard.finish(study, None, ranks)
         finally:
             self._count(trial)
         guard.report_unjudged(study, trial, build)
+        return value
+
+    def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
+        """Run the objective. What could not be raised at a suggestion is raised at its end."""
+        try:
+            value = self._objective(trial)
+        finally:
+            if isinstance(trial.kept, UnguardedTrialError):
+                raise trial.kept
+        if trial.kept is not None:
+            self.guard.report_unheeded(trial.study, trial)
         return value
 
     def _judge_by_capture(self, trial: optuna.Trial) -> AnyBuild | None:
@@ -195,7 +221,8 @@ class GuardedObjective:
                 return
             if search.is_over:
                 search.warn_that_nothing_fits()  # once
-                trial.study.stop()
+                if not (self._on_all_ranks and leads_ranks()):  # else the others would wait for the next trial
+                    trial.study.stop()
             self._propose_nothing_again(trial.study)
 
     def _propose_nothing_again(self, study: optuna.Study) -> None:
@@ -227,10 +254,10 @@ def guarded(objective: Objective | None = None, gpu: str | Device = "auto", **se
     """
     guard = OptunaGuard(gpu, **settings)
     if objective is None:
-        return lambda objective: GuardedObjective(objective, guard)
+        return lambda objective: GuardedObjective(objective, guard, on_all_ranks=True)
     if not callable(objective):
         raise ConfigurationError(f"guarded takes the objective first, but got {objective!r}.")
-    return GuardedObjective(objective, guard)
+    return GuardedObjective(objective, guard, on_all_ranks=True)
 
 
 class _GuardedTrial(optuna.Trial):
@@ -238,6 +265,8 @@ class _GuardedTrial(optuna.Trial):
 
     _guard: OptunaGuard
     _build: AnyBuild | None
+    kept: Exception | None = None
+    """Why the trial must end, on rank 0 of several. Only should_prune and report of a TorchDistributedTrial end it on all."""
 
     @classmethod
     def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: AnyBuild | None) -> _GuardedTrial:
@@ -250,16 +279,30 @@ class _GuardedTrial(optuna.Trial):
     def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
         """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
         value = super()._suggest(name, distribution)
-        self._guard.begin(self.study, self, self._build, final=False)
+        self._begin(final=False)
         return value
 
     def should_prune(self) -> bool:
-        self._guard.begin(self.study, self, self._build)
+        self._begin()
+        if self.kept is not None or (leads_ranks() and self._guard.too_slow(self.study, self)):
+            return True
         return super().should_prune()
 
     def report(self, value: float, step: int) -> None:
-        self._guard.begin(self.study, self, self._build)
+        self._begin()
+        if self.kept is not None:
+            raise self.kept
         super().report(value, step)
+
+    def _begin(self, *, final: bool = True) -> None:
+        if self.kept is not None:
+            return
+        try:
+            self._guard.begin(self.study, self, self._build, final=final)
+        except (optuna.TrialPruned, UnguardedTrialError) as error:
+            if not leads_ranks():
+                raise
+            self.kept = error
 
 
 def repair_of(trial: optuna.Trial) -> Repair:
@@ -269,7 +312,15 @@ def repair_of(trial: optuna.Trial) -> Repair:
         >>> repair = repair_of(trial)                                                               # doctest: +SKIP
         >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
         >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
+
+    Raises:
+        ConfigurationError: for a TorchDistributedTrial, because only rank 0 knows the repair.
     """
+    if own_trial(trial) is not trial:
+        raise ConfigurationError(
+            "repair_of takes no TorchDistributedTrial, because only rank 0 knows the repair. All ranks have run.repair of "
+            "`with guard.trial(trial, ...) as run`."
+        )
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
 

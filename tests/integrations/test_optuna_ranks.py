@@ -1,0 +1,361 @@
+"""Several processes run one trial together: rank 0 judges, all prune together, and no rank waits for ever for another."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.log import MeasurementStore
+from perfguard_optuna import PerfGuardPruner, guarded, ranks, repair_of
+from tests.doubles import TOY_CPU
+from tests.integrations.one_layer import LARGE, SMALL, build, make_guard, make_pruner, plain_study_of, settings, study_of, train
+
+integration = pytest.importorskip("optuna_integration")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+LIMIT_S = 100
+"""A rank that has not ended by then hangs. The group's own limit is shorter, so that it cannot hide one."""
+
+
+def ends_of(number: int, main: Callable[..., list[str]], *args: Any) -> list[Any]:
+    """Run ``main(rank, *args)`` in so many processes. Return what each returned, what it raised, or its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # else each process would import torch
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ends: Any = context.Queue()
+    processes = [context.Process(target=_be, args=(rank, number, port, ends, main, args)) for rank in range(number)]
+    for process in processes:
+        process.start()
+    until = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    assert not hanging
+    found: dict[int, Any] = {rank: process.exitcode for rank, process in enumerate(processes)}
+    try:
+        while True:
+            rank, end = ends.get(timeout=0.2)
+            found[rank] = end
+    except Empty:
+        return [found[rank] for rank in range(number)]
+
+
+def _be(rank: int, number: int, port: int, ends: Any, main: Callable[..., list[str]], args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), PERFGUARD_QUIET="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=number, timeout=datetime.timedelta(seconds=600))
+    ranks.LONGEST_WAIT_S = 3.0
+    try:
+        ends.put((rank, main(rank, *args)))
+    except Exception as error:
+        ends.put((rank, f"{type(error).__name__}: {error}"))
+    if rank == 0:  # which keeps the store
+        time.sleep(0.5)
+
+
+def play(rank: int, objective: Callable[[Any], float], *widths: int, **options: Any) -> list[str]:
+    """The usual pattern: rank 0 has the study, and the others call the objective equally often."""
+    if rank == 0:
+        study = plain_study_of(*widths, **options)
+        study.optimize(objective, n_trials=len(widths))
+        return [trial.state.name for trial in study.trials]
+    ends = []
+    for _ in widths:
+        try:
+            objective(None)
+        except optuna.TrialPruned:
+            ends.append("PRUNED")
+        else:
+            ends.append("COMPLETE")
+    return ends
+
+
+def train_together(width: int, *, after_step: Callable[[int], object] = lambda _: None) -> float:
+    model = DistributedDataParallel(nn.Linear(64, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(32, 64)).mean()
+        loss.backward()
+        optimizer.step()
+        after_step(step)
+    return float(loss.detach())
+
+
+def inline(rank: int, log: str, after_step: Callable[[int, int], object], *widths: int, **options: Any) -> list[str]:
+    guard = make_guard(**{"gpu": TOY_CPU, "log": log} | options)
+
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with guard.trial(trial, nn.Linear(64, width), (32, 64), loss=torch.mean) as run:
+            value = train_together(width, after_step=lambda step: after_step(rank, step))
+        assert run.verdict.action == "launch"
+        assert run.measurement is not None
+        assert run.num_steps == 4
+        return value
+
+    return play(rank, objective, *widths)
+
+
+def nothing(rank: int, step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_all_ranks_prune_together_inline(number: int, tmp_path: Path) -> None:
+    """It hung for 75 s, or ended the ranks: 'TorchDistributedTrial' object has no attribute 'study'."""
+    log = str(tmp_path / "log.db")
+    assert ends_of(number, inline, log, nothing, SMALL, LARGE, SMALL) == number * [["COMPLETE", "PRUNED", "COMPLETE"]]
+    records = MeasurementStore(log).records()
+    assert sorted(record.verdict.action for record in records if record.verdict) == ["launch", "launch", "prune"]
+    assert [record.status for record in records].count("ok") == 2
+
+
+_held: list[torch.Tensor] = []
+
+
+def greedy_and_slow_on_rank_1(rank: int, step: int) -> None:
+    if rank == 1:
+        _held.append(torch.ones(2**22))  # 16 MiB
+    time.sleep(0.05 * rank)
+
+
+def test_one_row_has_the_largest_memory_and_the_slowest_step(tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    assert ends_of(2, inline, log, greedy_and_slow_on_rank_1, SMALL) == 2 * [["COMPLETE"]]
+    (record,) = MeasurementStore(log).records()
+    assert record.measured["memory"] > 4 * 2**24
+    assert record.measured["step_time"] > 0.05
+
+
+def test_no_rank_hangs_when_the_verdict_raises_inline() -> None:
+    ended = ends_of(4, unjudgeable, True)
+    assert all("UnguardedTrialError" in end for end in ended)
+    assert all(end.startswith("UnguardedTrialError: Rank 0 could not begin the trial") for end in ended[1:])
+    assert ends_of(4, unjudgeable, False) == 4 * [["COMPLETE"]]
+
+
+def unjudgeable(rank: int, strict: bool) -> list[str]:
+    guard = make_guard(gpu=TOY_CPU, strict=strict)
+
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with guard.trial(trial, nn.Linear(64, width), (32, 63), loss=torch.mean):  # its input has 64 features
+            return train_together(width)
+
+    with pytest.warns(UnguardedTrialWarning) if rank == 0 and not strict else nullcontext():
+        return play(rank, objective, SMALL)
+
+
+def dies_on_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 1:
+        os._exit(7)
+
+
+def fails_on_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 1:
+        raise ValueError("a bad batch")
+
+
+def out_of_memory_on_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def out_of_memory(rank: int, step: int) -> None:
+    if step == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_no_rank_hangs_when_another_dies(number: int, tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    ended = ends_of(number, inline, log, dies_on_rank_1, SMALL, SMALL)
+    assert ended[1] == 7
+    assert all(isinstance(end, str) for rank, end in enumerate(ended) if rank != 1)  # an error of gloo
+    (record,) = MeasurementStore(log).records()
+    assert record.status == "failed"
+
+
+def test_no_rank_hangs_when_another_fails(tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    ended = ends_of(2, inline, log, fails_on_rank_1, SMALL, SMALL)
+    assert ended[1] == "ValueError: a bad batch"
+    assert isinstance(ended[0], str)
+
+
+def test_out_of_memory_prunes_only_if_all_ranks_end(tmp_path: Path) -> None:
+    """Pruned alone, rank 1 would begin the next trial, while rank 0 waits for its gradients."""
+    assert ends_of(2, inline, str(tmp_path / "all.db"), out_of_memory, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+    ended = ends_of(2, inline, str(tmp_path / "one.db"), out_of_memory_on_rank_1, SMALL, SMALL)
+    assert ended[1] == "OutOfMemoryError: CUDA out of memory"
+    (record,) = MeasurementStore(tmp_path / "one.db").records()
+    assert record.status == "oom"
+
+
+def by_decorator(rank: int, options: dict[str, Any], asks: bool, *widths: int) -> list[str]:
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if asks and trial.should_prune():
+            raise optuna.TrialPruned
+        value = train_together(width)
+        trial.report(value, 1)
+        return value
+
+    return play(rank, guarded(objective, **settings(**{"gpu": TOY_CPU, "build": build} | options)), *widths)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_all_ranks_prune_together_with_guarded(asks: bool, tmp_path: Path) -> None:
+    """By should_prune() or by report(): both reach all ranks, and an error of a suggestion on rank 0 reaches none."""
+    log = str(tmp_path / "log.db")
+    ended = ends_of(2, by_decorator, {"log": log}, asks, SMALL, LARGE, SMALL)
+    assert ended == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
+    assert [record.status for record in MeasurementStore(log).records()].count("ok") == 2
+
+
+def unjudgeable_build(params: Any) -> Any:
+    raise ValueError("no such model")
+
+
+def test_no_rank_hangs_when_the_verdict_raises_with_guarded() -> None:
+    ended = ends_of(2, by_decorator, {"build": unjudgeable_build, "strict": True}, True, SMALL, SMALL)
+    assert ended[0].startswith("UnguardedTrialError")
+    assert isinstance(ended[1], str)  # rank 0 has ended
+
+
+def unheeding(rank: int, strict: bool) -> list[str]:
+    def objective(single: optuna.Trial | None) -> float:
+        return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+
+    shown = guarded(objective, **settings(gpu=TOY_CPU, build=build, strict=strict))
+    if rank or strict:
+        return play(rank, shown, LARGE)
+    with pytest.warns(UnguardedTrialWarning, match="ran it against its verdict"):
+        return play(rank, shown, LARGE)
+
+
+def test_trial_that_ran_against_its_verdict_is_reported() -> None:
+    assert ends_of(2, unheeding, False) == 2 * [["COMPLETE"]]
+    assert "against its verdict" in ends_of(2, unheeding, True)[0]
+
+
+def by_pruner(rank: int, options: dict[str, Any], *widths: int) -> list[str]:
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return train_together(width)
+
+    return play(rank, objective, *widths, pruner=make_pruner(gpu=TOY_CPU, **options) if rank == 0 else None)
+
+
+def test_all_ranks_prune_together_with_a_pruner() -> None:
+    assert ends_of(2, by_pruner, {}, SMALL, LARGE, SMALL) == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
+
+
+def test_strict_pruner_prunes_what_it_cannot_judge() -> None:
+    """An error that rank 0 raises in should_prune() does not reach the other ranks, which wait for an answer."""
+    options = {"build": unjudgeable_build, "strict": True}
+    assert ends_of(2, by_pruner, options, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("perfguard.capture.ranks") is None, reason="needs a dry run of one rank of many")
+def test_all_ranks_prune_together_by_a_dry_run() -> None:
+    """Nothing of the objective begins before the verdict, on any rank."""
+    ended = ends_of(2, by_dry_run, SMALL, LARGE, SMALL)
+    assert ended == [["COMPLETE", "PRUNED", "COMPLETE", "2 began"], ["COMPLETE", "PRUNED", "COMPLETE", "2 began"]]
+
+
+def by_dry_run(rank: int, *widths: int) -> list[str]:
+    began = []
+
+    def objective(single: optuna.Trial | None) -> float:
+        began.append(single)
+        return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+
+    return [*play(rank, guarded(objective, **settings(gpu=TOY_CPU)), *widths), f"{len(began)} began"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("perfguard.capture.ranks") is None, reason="needs a dry run of one rank of many")
+def test_guarded_study_shows_the_other_ranks_only_what_it_launches() -> None:
+    assert ends_of(2, by_guarded_study) == [["COMPLETE", "PRUNED", "COMPLETE"], ["COMPLETE", "COMPLETE"]]
+
+
+def by_guarded_study(rank: int) -> list[str]:
+    def objective(single: optuna.Trial | None) -> float:
+        return train_together(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+
+    if rank:
+        return play(rank, objective, SMALL, SMALL)
+    study = study_of(SMALL, LARGE, SMALL)
+    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(**settings(gpu=TOY_CPU)))
+    return [trial.state.name for trial in study.trials]
+
+
+def repaired(rank: int) -> list[str]:
+    guard, found = make_guard(gpu=TOY_CPU, on_violation="repair"), []
+
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with pytest.raises(ConfigurationError, match=r"run\.repair"):
+            repair_of(trial)
+        with guard.trial(trial, nn.Linear(64, width), (2**14, 64), loss=torch.mean) as run:
+            found.append(str(run.repair))
+            return train_together(width)
+
+    play(rank, objective, SMALL)
+    return found
+
+
+def test_repair_is_the_same_on_all_ranks() -> None:
+    (first,), (second,) = ends_of(2, repaired)
+    assert first == second
+    assert "accumulation=1," not in first
+
+
+def by_itself(rank: int) -> list[str]:
+    study, guard = plain_study_of(SMALL, LARGE), make_guard(gpu=TOY_CPU)
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with guard.trial(trial, nn.Linear(64, width), (32, 64), loss=torch.mean):
+            return train(width)
+
+    study.optimize(objective, n_trials=2)
+    return [trial.state.name for trial in study.trials]
+
+
+def test_rank_with_a_study_of_its_own_waits_for_no_other() -> None:
+    assert ends_of(2, by_itself) == 2 * [["COMPLETE", "PRUNED"]]
+
+
+def test_none_is_no_trial_outside_a_process_group() -> None:
+    with pytest.raises(ConfigurationError, match="There is no trial"):
+        make_guard().trial(None, nn.Linear(64, 8), (32, 64))
