@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.exceptions import CaptureError
+from perfguard.graph.libraries import Replace, libraries_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import empty_twin
@@ -42,8 +43,6 @@ from perfguard.graph.trace import META
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
-"""``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
 LoaderEvent = Literal["begins", "asked", "gave", "ended"]
 aten = torch.ops.aten
 
@@ -186,7 +185,8 @@ class Placement(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.device:
-            return func(*args, **kwargs)
+            names_gpu = not self._is_cpu and args and type(args[0]) is int
+            return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
         if func in _BACKWARD and self._recorder.phase is not Phase.BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again
                 return func(*args, **kwargs)
@@ -201,9 +201,9 @@ class Placement(TorchFunctionMode):
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
         place = self._place_of_source if on_meta else self._place
-        args = tuple([place(item) for item in args])
+        args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
         if "device" in kwargs:
-            kwargs["device"] = place(kwargs["device"])
+            kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
         if self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors():
             device = kwargs.get("device")
             if self.in_forward if device is None else torch.device(device).type == "cpu":
@@ -228,6 +228,7 @@ class Placement(TorchFunctionMode):
 
 
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _IS_CUDA = torch.Tensor.is_cuda
 
@@ -286,6 +287,8 @@ def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterato
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
         replace(nn.Module, "_apply", _staying_on_meta)
+        for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
+            replace(owner, "__init__", lambda own: _using_libraries(own, replace))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded, replace))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
@@ -340,6 +343,15 @@ def _staying_on_meta(own: Any) -> Any:
         return own(self, moved, *args, **kwargs)
 
     return _apply
+
+
+def _using_libraries(own: Any, replace: Replace) -> Any:
+    @functools.wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        libraries_on_meta(replace)
+        own(self, *args, **kwargs)
+
+    return __init__
 
 
 def _validate_after_cut_epochs(replace: Replace) -> None:

@@ -571,6 +571,9 @@ def _replace_all() -> None:
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         _replace(torch.cuda, "is_bf16_supported", lambda *_: True)
     _replace(torch, "clear_autocast_cache", _clear_casts)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        own = getattr(torch, name)
+        _replace(torch, name, lambda *args, own=own: own(_of_thread.device_type) if args == ("meta",) else _USE_ORIGINAL)
     _rename_meta(torch.amp.autocast_mode.autocast)
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None:

@@ -1,0 +1,120 @@
+"""Libraries for fine-tuning, on meta as on a GPU: the layers and optimizers of bitsandbytes, and TRL's loss.
+
+Most operators of bitsandbytes know their shapes on meta. What is here replaces those that do not, and those that are several
+kernels on a GPU (bitsandbytes 0.50: `backends/cuda/ops.py`, `backends/default/ops.py`; TRL 1.16: `kernels/chunked_logprob.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Replace = Callable[[Any, str, Callable[[Any], Any]], None]
+"""``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
+PAGED_STATES = "paged optimizer: its states may leave the GPU; their bytes and the time to move them are not counted"
+"""Entry in a graph's ``unmodelled``."""
+
+
+def libraries_on_meta(replace: Replace) -> None:
+    """Replace what differs on meta in those libraries that are imported by now. Call it again where others may be."""
+    bnb, trl = sys.modules.get("bitsandbytes"), sys.modules.get("trl.kernels.chunked_logprob")
+    if bnb is not None and hasattr(bnb, "optim") and not hasattr(bnb.functional.get_paged, "__wrapped__"):
+        for kind in ("Params4bit", "Int8Params"):
+            replace(getattr(bnb.nn, kind), "to", _quantizing)
+        replace(bnb.functional, "get_paged", _paged)
+        for name in ("fill", "prefetch_tensor"):
+            replace(bnb.functional, name, lambda _: lambda *_, **__: None)
+        replace(bnb.functional, "int8_vectorwise_quant", _without_outliers)
+        for expand in (gemm_4bit, int8_mixed_scaled_mm, int8_scaled_mm):
+            expand.default = expand  # type: ignore[attr-defined] # an operator is called with its overload and without
+            replace(torch.ops.bitsandbytes, expand.__name__, lambda _, expand=expand: expand)
+    if trl is not None and trl._forward_tile is not _read_tile:
+        replace(trl, "_forward_tile", lambda _: _read_tile)
+        replace(trl, "_backward_tile", lambda _: _write_tile)
+        replace(trl, "_addmm_fp32", lambda _: _add_product)
+
+
+def _quantizing(own: Any) -> Any:
+    """Weights are quantized where they arrive on a GPU, and stay as they are on meta."""
+
+    @functools.wraps(own)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        is_quantized = self.data.dtype is torch.int8 or getattr(self, "bnb_quantized", False)
+        if device is None or device.type != "meta" or is_quantized:
+            return own(self, *args, **kwargs)
+        return (self if self.is_meta else own(self, device))._quantize(device)
+
+    return to
+
+
+def _paged(own: Any) -> Any:
+    """CUDA moves managed memory to the host where PyTorch asks for more. One element stands for it."""
+
+    @functools.wraps(own)
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Any:
+        paged: Any = torch.empty((), dtype=dtype, device="meta").expand(shape)
+        paged.is_paged, paged.page_deviceid = True, 0
+        return paged
+
+    return get_paged
+
+
+def gemm_4bit(
+    rows: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, blocksize: int, quant_type: str,
+    bias: Any = None, absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
+) -> Any:  # fmt: skip
+    """Multiply by the whole weight, dequantized. A GPU does so for most batches; for a few rows, one kernel does both."""
+    ops = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        absmax = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32) + absmax_offset
+    return F.linear(rows, ops.dequantize_4bit.default(weight, absmax, blocksize, quant_type, shape, rows.dtype), bias)
+
+
+def _without_outliers(own: Any) -> Any:
+    """Columns with large values are multiplied in half precision. How many there are is a value: none."""
+
+    def int8_vectorwise_quant(rows: torch.Tensor, threshold: float = 0.0) -> Any:
+        quantized, scales, _ = own(rows)
+        if threshold == 0.0:
+            return quantized, scales, None
+        (rows.abs() >= threshold).any()
+        return quantized, scales, rows.new_empty(0, dtype=torch.int64)
+
+    return int8_vectorwise_quant
+
+
+def int8_mixed_scaled_mm(
+    rows: torch.Tensor, quantized: torch.Tensor, weight: torch.Tensor, scales: Any, weight_scales: Any,
+    outlier_columns: Any = None, bias: Any = None,
+) -> Any:  # fmt: skip
+    """Multiply all columns as 8-bit integers."""
+    return int8_scaled_mm(quantized, weight, scales, weight_scales, bias, rows.dtype), rows.new_empty(0)
+
+
+def int8_scaled_mm(
+    rows: torch.Tensor, weight: torch.Tensor, scales: Any, weight_scales: Any, bias: Any = None, dtype: Any = None
+) -> Any:
+    """Multiply into integers of 32 bits, and scale these."""
+    product = torch.ops.bitsandbytes.int8_linear_matmul.default(rows, weight)
+    return torch.ops.bitsandbytes.int8_mm_dequant.default(product, scales, weight_scales, dtype=dtype, bias=bias)
+
+
+def _read_tile(tile: torch.Tensor, *_: Any, **__: Any) -> None:
+    """One kernel of Triton reads logits. Without Triton, TRL makes several copies of them."""
+    tile.amax(-1)
+
+
+def _write_tile(tile: torch.Tensor, *_: Any, **__: Any) -> None:
+    """One kernel of Triton turns logits into their gradients."""
+    tile.mul_(1.0)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """cuBLAS adds a product of half-precision factors to a float32 matrix, with no copies."""
+    total.addmm_(left, right)
