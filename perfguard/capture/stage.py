@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.exceptions import CaptureError
-from perfguard.graph.libraries import Replace, libraries_on_meta
+from perfguard.graph.libraries import Replace, bitsandbytes_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import empty_twin
@@ -259,18 +259,6 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
         ) from error
 
 
-def replacing(stack: ExitStack) -> Replace:
-    """Return a function that replaces attributes until ``stack`` closes. One that a version does not have stays missing."""
-
-    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        if hasattr(owner, name):
-            own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-            stack.callback(setattr, owner, name, own)
-            setattr(owner, name, make(own))
-
-    return replace
-
-
 @contextmanager
 def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
@@ -288,7 +276,7 @@ def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterato
         replace(nn.Module, "register_buffer", _registering_on_meta)
         replace(nn.Module, "_apply", _staying_on_meta)
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
-            replace(owner, "__init__", lambda own: _using_libraries(own, replace))
+            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded, replace))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
@@ -345,10 +333,12 @@ def _staying_on_meta(own: Any) -> Any:
     return _apply
 
 
-def _using_libraries(own: Any, replace: Replace) -> Any:
+def _using_libraries(own: Any, replace: Replace, device: Device) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        libraries_on_meta(replace)
+        bitsandbytes_on_meta(replace)
+        if device.kind == "cuda":
+            trl_on_meta(replace)
         own(self, *args, **kwargs)
 
     return __init__

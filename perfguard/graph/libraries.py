@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,23 +21,40 @@ PAGED_STATES = "paged optimizer: its states may leave the GPU; their bytes and t
 """Entry in a graph's ``unmodelled``."""
 
 
-def libraries_on_meta(replace: Replace) -> None:
-    """Replace what differs on meta in those libraries that are imported by now. Call it again where others may be."""
-    bnb, trl = sys.modules.get("bitsandbytes"), sys.modules.get("trl.kernels.chunked_logprob")
-    if bnb is not None and hasattr(bnb, "optim") and not hasattr(bnb.functional.get_paged, "__wrapped__"):
-        for kind in ("Params4bit", "Int8Params"):
-            replace(getattr(bnb.nn, kind), "to", _quantizing)
-        replace(bnb.functional, "get_paged", _paged)
-        for name in ("fill", "prefetch_tensor"):
-            replace(bnb.functional, name, lambda _: lambda *_, **__: None)
-        replace(bnb.functional, "int8_vectorwise_quant", _without_outliers)
-        for expand in (gemm_4bit, int8_mixed_scaled_mm, int8_scaled_mm):
-            expand.default = expand  # type: ignore[attr-defined] # an operator is called with its overload and without
-            replace(torch.ops.bitsandbytes, expand.__name__, lambda _, expand=expand: expand)
-    if trl is not None and trl._forward_tile is not _read_tile:
-        replace(trl, "_forward_tile", lambda _: _read_tile)
-        replace(trl, "_backward_tile", lambda _: _write_tile)
-        replace(trl, "_addmm_fp32", lambda _: _add_product)
+def replacing(stack: ExitStack) -> Replace:
+    """Return a function that replaces attributes until ``stack`` closes. One that a version does not have stays missing."""
+
+    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        if hasattr(owner, name):
+            own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+            stack.callback(setattr, owner, name, own)
+            setattr(owner, name, make(own))
+
+    return replace
+
+
+def bitsandbytes_on_meta(replace: Replace) -> None:
+    """Let bitsandbytes work on meta as on a GPU, if it is imported. Call it again where it may be by now."""
+    bnb = sys.modules.get("bitsandbytes")
+    if bnb is None or not hasattr(bnb, "optim") or hasattr(bnb.functional.get_paged, "__wrapped__"):
+        return
+    for kind in ("Params4bit", "Int8Params"):
+        replace(getattr(bnb.nn, kind), "to", _quantizing)
+    replace(bnb.functional, "get_paged", _paged)
+    for name in ("fill", "prefetch_tensor"):
+        replace(bnb.functional, name, lambda own: lambda tensor, *args: None if tensor.is_meta else own(tensor, *args))
+    replace(bnb.functional, "int8_vectorwise_quant", _without_outliers)
+    for name, expand in _SEVERAL_KERNELS.items():
+        replace(torch.ops.bitsandbytes, name, functools.partial(_Expanded, expand))
+
+
+def trl_on_meta(replace: Replace) -> None:
+    """Let TRL's loss run in kernels of Triton as on a GPU. Without Triton, it makes several copies of the logits."""
+    loss = sys.modules.get("trl.kernels.chunked_logprob")
+    if loss is not None and loss._forward_tile is not _read_tile:
+        replace(loss, "_forward_tile", lambda _: _read_tile)
+        replace(loss, "_backward_tile", lambda _: _write_tile)
+        replace(loss, "_addmm_fp32", lambda _: _add_product)
 
 
 def _quantizing(own: Any) -> Any:
@@ -57,7 +75,9 @@ def _paged(own: Any) -> Any:
     """CUDA moves managed memory to the host where PyTorch asks for more. One element stands for it."""
 
     @functools.wraps(own)
-    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Any:
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Any:
+        if device.type != "meta":
+            return own(*shape, dtype=dtype, device=device)
         paged: Any = torch.empty((), dtype=dtype, device="meta").expand(shape)
         paged.is_paged, paged.page_deviceid = True, 0
         return paged
@@ -65,7 +85,17 @@ def _paged(own: Any) -> Any:
     return get_paged
 
 
-def gemm_4bit(
+class _Expanded:
+    """Stands for an operator, which is called with its overload or without. Other threads may train on a GPU meanwhile."""
+
+    def __init__(self, expand: Callable[..., Any], own: Any) -> None:
+        self._expand, self._own, self.default = expand, own, self
+
+    def __call__(self, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (self._expand if rows.is_meta else self._own)(rows, *args, **kwargs)
+
+
+def _gemm_4bit(
     rows: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, blocksize: int, quant_type: str,
     bias: Any = None, absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
 ) -> Any:  # fmt: skip
@@ -80,24 +110,24 @@ def _without_outliers(own: Any) -> Any:
     """Columns with large values are multiplied in half precision. How many there are is a value: none."""
 
     def int8_vectorwise_quant(rows: torch.Tensor, threshold: float = 0.0) -> Any:
+        if threshold == 0.0 or not rows.is_meta:
+            return own(rows, threshold)
         quantized, scales, _ = own(rows)
-        if threshold == 0.0:
-            return quantized, scales, None
         (rows.abs() >= threshold).any()
         return quantized, scales, rows.new_empty(0, dtype=torch.int64)
 
     return int8_vectorwise_quant
 
 
-def int8_mixed_scaled_mm(
+def _int8_mixed_scaled_mm(
     rows: torch.Tensor, quantized: torch.Tensor, weight: torch.Tensor, scales: Any, weight_scales: Any,
     outlier_columns: Any = None, bias: Any = None,
 ) -> Any:  # fmt: skip
     """Multiply all columns as 8-bit integers."""
-    return int8_scaled_mm(quantized, weight, scales, weight_scales, bias, rows.dtype), rows.new_empty(0)
+    return _int8_scaled_mm(quantized, weight, scales, weight_scales, bias, rows.dtype), rows.new_empty(0)
 
 
-def int8_scaled_mm(
+def _int8_scaled_mm(
     rows: torch.Tensor, weight: torch.Tensor, scales: Any, weight_scales: Any, bias: Any = None, dtype: Any = None
 ) -> Any:
     """Multiply into integers of 32 bits, and scale these."""
@@ -105,13 +135,20 @@ def int8_scaled_mm(
     return torch.ops.bitsandbytes.int8_mm_dequant.default(product, scales, weight_scales, dtype=dtype, bias=bias)
 
 
+_SEVERAL_KERNELS = {
+    "gemm_4bit": _gemm_4bit,
+    "int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
+    "int8_scaled_mm": _int8_scaled_mm,
+}
+
+
 def _read_tile(tile: torch.Tensor, *_: Any, **__: Any) -> None:
-    """One kernel of Triton reads logits. Without Triton, TRL makes several copies of them."""
+    """One kernel reads logits."""
     tile.amax(-1)
 
 
 def _write_tile(tile: torch.Tensor, *_: Any, **__: Any) -> None:
-    """One kernel of Triton turns logits into their gradients."""
+    """One kernel turns logits into their gradients."""
     tile.mul_(1.0)
 
 

@@ -174,4 +174,8 @@ def _twin(live: torch.optim.Optimizer, live_model: nn.Module, model: nn.Module) 
     accepted = type(live).__init__.__code__.co_varnames
     make: Callable[..., torch.optim.Optimizer] = type(live)
     with HOST:
-        return make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
+        twin = make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
+    for name in ("args", "is_paged"):  # bitsandbytes keeps the bits of its states there
+        if hasattr(live, name):
+            setattr(twin, name, getattr(live, name))
+    return twin
