@@ -246,6 +246,7 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
     Raises:
         CaptureError: if something else holds on to it.
     """
+    _refuse_quantized(tensor)
     twin = empty_twin(tensor)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
@@ -257,6 +258,11 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"A model that was made before the trial cannot be dry-run ({error}). Make it in the objective."
         ) from error
+
+
+def _refuse_quantized(tensor: torch.Tensor) -> None:
+    if type(tensor).__module__.startswith("bitsandbytes"):  # its constants are not in the model, so they would stay behind
+        raise CaptureError("A model that was quantized before the trial cannot be dry-run. Load it in the objective.")
 
 
 @contextmanager
@@ -325,6 +331,8 @@ def _staying_on_meta(own: Any) -> Any:
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta and getattr(tensor, "bnb_quantized", False):
+                _refuse_quantized(tensor)
             found = fn(tensor)
             return tensor.to(found.dtype) if tensor.is_meta and not found.is_meta else found
 

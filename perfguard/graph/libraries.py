@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from perfguard.graph.shape_rules import empty_twin
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
@@ -48,6 +51,25 @@ def bitsandbytes_on_meta(replace: Replace) -> None:
         replace(torch.ops.bitsandbytes, name, functools.partial(_Expanded, expand))
 
 
+def unquantized_layers(model: nn.Module) -> list[str]:
+    """Names of layers that bitsandbytes has not quantized yet, as it does where they arrive on a GPU, and of all of 8 bits."""
+    return [
+        f"{name!r}, a {type(module).__name__}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("bitsandbytes") and not getattr(module.weight, "bnb_quantized", False)
+    ]
+
+
+def constants_of_4bit(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return twins on meta of what bitsandbytes keeps beside the weights that it has quantized. They are no buffers."""
+    found = []
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        for part in filter(None, (state, getattr(state, "state2", None))):
+            found += [(name, empty_twin(part.absmax)), (name, empty_twin(part.code))]
+    return found
+
+
 def trl_on_meta(replace: Replace) -> None:
     """Let TRL's loss run in kernels of Triton as on a GPU. Without Triton, it makes several copies of the logits."""
     loss = sys.modules.get("trl.kernels.chunked_logprob")
@@ -65,7 +87,10 @@ def _quantizing(own: Any) -> Any:
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         is_quantized = self.data.dtype is torch.int8 or getattr(self, "bnb_quantized", False)
         if device is None or device.type != "meta" or is_quantized:
-            return own(self, *args, **kwargs)
+            moved = own(self, *args, **kwargs)
+            if device is not None and getattr(self, "SCB", None) is not None:  # it leaves scales behind that are on meta
+                moved.SCB = self.SCB.to(device)
+            return moved
         return (self if self.is_meta else own(self, device))._quantize(device)
 
     return to
