@@ -356,7 +356,7 @@ def _precision_of(ops: Sequence[Op]) -> str:
     for op in ops:
         flops[op.dtype] += op.flops
     most = max(flops, key=lambda dtype: flops[dtype], default="")
-    return _HALF.get(getattr(torch, most, None), "fp32")
+    return _HALF.get(getattr(torch, most, torch.float32), "fp32")
 
 
 def cut_step(

@@ -160,7 +160,7 @@ def _int8_scaled_mm(
     return torch.ops.bitsandbytes.int8_mm_dequant.default(product, scales, weight_scales, dtype=dtype, bias=bias)
 
 
-_SEVERAL_KERNELS = {
+_SEVERAL_KERNELS: dict[str, Callable[..., Any]] = {
     "gemm_4bit": _gemm_4bit,
     "int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
     "int8_scaled_mm": _int8_scaled_mm,
