@@ -25,7 +25,7 @@ from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
 
 if TYPE_CHECKING:
-    from perfguard.capture.stage import Replace
+    from perfguard.graph.libraries import Replace
     from perfguard.graph.recorder import Recorder
 
 

@@ -34,6 +34,7 @@ def write_nothing() -> None:
     os.environ |= {
         "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # the stage is there for one thread
     }  # fmt: skip
     if (mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils")) is not None:  # it has no switch, nor needs a file
         mlflow._tracking_store_registry.get_store = MagicMock()

@@ -36,6 +36,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from perfguard.capture.ranks import run_collective
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
+from perfguard.graph.libraries import Replace, bitsandbytes_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import empty_twin
@@ -44,8 +45,6 @@ from perfguard.graph.trace import META
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
-"""``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
 LoaderEvent = Literal["begins", "asked", "gave", "ended"]
 aten = torch.ops.aten
 
@@ -192,7 +191,8 @@ class Placement(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.device:
-            return func(*args, **kwargs)
+            names_gpu = not self._is_cpu and args and type(args[0]) is int
+            return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
         if func in _BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
                 return _BACKWARD[func](*args, **kwargs)
@@ -207,9 +207,9 @@ class Placement(TorchFunctionMode):
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
         place = self._place_of_source if on_meta else self._place
-        args = tuple([place(item) for item in args])
+        args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
         if "device" in kwargs:
-            kwargs["device"] = place(kwargs["device"])
+            kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
         makes = self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
         if makes and sys._getframe(1).f_globals.get("__name__") not in _ABOUT_RANKS:
             device = kwargs.get("device")
@@ -237,6 +237,7 @@ class Placement(TorchFunctionMode):
 _STARTING: tuple[Any, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(func)) is not None}
 """What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
+_MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
@@ -258,6 +259,7 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
     """
     if hasattr(tensor, "_local_tensor"):
         raise CaptureError("A model that was sharded before the trial cannot be dry-run. Make and shard it in the objective.")
+    _refuse_quantized(tensor)
     twin = empty_twin(tensor)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
@@ -271,16 +273,9 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
         ) from error
 
 
-def replacing(stack: ExitStack) -> Replace:
-    """Return a function that replaces attributes until ``stack`` closes. One that a version does not have stays missing."""
-
-    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        if hasattr(owner, name):
-            own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-            stack.callback(setattr, owner, name, own)
-            setattr(owner, name, make(own))
-
-    return replace
+def _refuse_quantized(tensor: torch.Tensor) -> None:
+    if type(tensor).__module__.startswith("bitsandbytes"):  # its constants are not in the model, so they would stay behind
+        raise CaptureError("A model that was quantized before the trial cannot be dry-run. Load it in the objective.")
 
 
 @contextmanager
@@ -299,6 +294,8 @@ def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterato
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
         replace(nn.Module, "_apply", _staying_on_meta)
+        for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
+            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded, replace))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
@@ -347,12 +344,25 @@ def _staying_on_meta(own: Any) -> Any:
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta and getattr(tensor, "bnb_quantized", False):
+                _refuse_quantized(tensor)
             found = fn(tensor)
             return tensor.to(found.dtype) if tensor.is_meta and not found.is_meta else found
 
         return own(self, moved, *args, **kwargs)
 
     return _apply
+
+
+def _using_libraries(own: Any, replace: Replace, device: Device) -> Any:
+    @functools.wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bitsandbytes_on_meta(replace)
+        if device.kind == "cuda":
+            trl_on_meta(replace)
+        own(self, *args, **kwargs)
+
+    return __init__
 
 
 def _validate_after_cut_epochs(replace: Replace) -> None:

@@ -11,7 +11,8 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from perfguard.capture.loaders import Loaders
 from perfguard.capture.ranks import Ranks
-from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, replacing, staged
+from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
+from perfguard.graph.libraries import PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, tensors_in
@@ -116,6 +118,7 @@ class _Watch:
         self._precision = "fp32"
         self._channels_last = False
         self._compiled = False
+        self._has_paged_states = False
         self._parts: list[str] = []
 
     def enter(self, stack: ExitStack) -> None:
@@ -222,6 +225,7 @@ class _Watch:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
+        self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
         if id(optimizer) not in self._stepped:
             self._begin_stage()
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
@@ -317,9 +321,8 @@ class _Watch:
     def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:
         ops, storages = cut_step(self._recorder.ops, self._recorder.lives(), self._lasting(), begin, end, after)
         precision = self._precision
-        dtypes = [p.dtype for _, p in self._named_parameters()]
-        if precision == "fp32" and dtypes and all(dtype in _HALF for dtype in dtypes):
-            precision = _HALF[dtypes[0]]
+        if precision == "fp32":  # adapters, norms and the head may be in it, beside a model in half precision or quantized
+            precision = _precision_of(ops)
         options = tuple(
             name
             for name, is_on in (
@@ -347,8 +350,18 @@ class _Watch:
                 *self._ranks.unmodelled(self._roots.values()),
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
+                *((PAGED_STATES,) if self._has_paged_states else ()),
             ),
         )
+
+
+def _precision_of(ops: Sequence[Op]) -> str:
+    """The precision of most of the arithmetic."""
+    flops: Counter[str] = Counter()
+    for op in ops:
+        flops[op.dtype] += op.flops
+    most = max(flops, key=lambda dtype: flops[dtype], default="")
+    return _HALF.get(getattr(torch, most, torch.float32), "fp32")
 
 
 def cut_step(

@@ -40,7 +40,8 @@ KIND_INDEX = {kind: index for index, kind in enumerate(OP_KINDS)}
 _KIND_BY_NAME = {
     "convolution": "conv",
     "convolution_backward": "conv_backward",
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm", "linear"), "matmul"),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm", "linear",
+                     "int8_linear_matmul"), "matmul"),
     **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), "softmax"),
     **dict.fromkeys(
         ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var_mean", "var", "std", "linalg_vector_norm",
@@ -202,6 +203,7 @@ _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_backward_flops(
         *(tensor.shape for tensor in args[1:4])
     ),
+    "int8_linear_matmul": lambda args: 2 * args[0].numel() * args[1].shape[0],  # bitsandbytes' (M, K) x (N, K)
     "fused_rnn": lambda args: _fused_rnn_flops(args[0], args[3]),
     "fused_rnn_backward": lambda args: 2 * _fused_rnn_flops(args[1], args[5]),
 }

@@ -33,6 +33,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from perfguard.exceptions import TraceError
+from perfguard.graph.libraries import bitsandbytes_on_meta, replacing
 from perfguard.graph.recorder import tensors_in
 from perfguard.graph.selections import is_meta
 
@@ -571,7 +572,11 @@ def _replace_all() -> None:
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         _replace(torch.cuda, "is_bf16_supported", lambda *_: True)
     _replace(torch, "clear_autocast_cache", _clear_casts)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        own = getattr(torch, name)
+        _replace(torch, name, lambda *args, own=own: own(_of_thread.device_type) if args == ("meta",) else _USE_ORIGINAL)
     _rename_meta(torch.amp.autocast_mode.autocast)
+    bitsandbytes_on_meta(replacing(_restoring))
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None:
         _replace(masks, "is_tracing", lambda tensor=None: True if is_meta(tensor) else _USE_ORIGINAL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -174,4 +174,8 @@ def _twin(live: torch.optim.Optimizer, live_model: nn.Module, model: nn.Module) 
     accepted = type(live).__init__.__code__.co_varnames
     make: Callable[..., torch.optim.Optimizer] = type(live)
     with HOST:
-        return make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
+        twin: Any = make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
+        if isinstance(given := getattr(live, "is_paged", None), bool):  # bitsandbytes keeps the bits of its states beside them
+            twin.args, twin.is_paged = live.args, given  # type: ignore[attr-defined]
+            twin.fill_qmap()
+    return cast(torch.optim.Optimizer, twin)

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from perfguard.exceptions import PerfGuardError, TraceError, WorkloadError
 from perfguard.graph.kernels import DevicePaths, Target, device_semantics, target_of
+from perfguard.graph.libraries import PAGED_STATES, constants_of_4bit, unquantized_layers
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
@@ -103,10 +104,17 @@ class _Tracer:
         self._paths = DevicePaths(target)
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
+        if names := unquantized_layers(workload.model):
+            raise TraceError(
+                f"The layer {names[0]} of bitsandbytes, cannot be traced in a Workload: its weights are quantized on a GPU. "
+                f"Guard the objective itself: a dry run quantizes them (docs/llm.md)."
+            )
+        self._constants = constants_of_4bit(workload.model)
         self._model = model_on_meta(workload)
         self._loss_of = loss_on_meta(workload)
         self._reached: set[int] = set()
         """Ids of the parameters that got a gradient."""
+        self._has_paged_states = False
 
     def run(self) -> OpGraph:
         model = self._model
@@ -149,6 +157,8 @@ class _Tracer:
         )
         if workload.precision in _AUTOCAST and workload.step is not None:
             yield "a step of your own: autocast is only where the step itself enters it"
+        if self._has_paged_states:
+            yield PAGED_STATES
         if workload.ddp:
             yield "DDP: the buckets are counted, the time of the all-reduce is not"
 
@@ -175,6 +185,7 @@ class _Tracer:
         for optimizer in optimizers.values():
             state = ((names[id(parameter)], value) for parameter, value in optimizer.state_tensors())
             recorder.adopt(state, StorageKind.OPTIMIZER_STATE)
+            self._has_paged_states |= getattr(optimizer.optimizer, "is_paged", False)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buckets = _buckets(trained) if workload.ddp else []
         averages = [torch.empty_like(parameter) for parameter in trained] if workload.ema else []
@@ -270,7 +281,7 @@ class _Tracer:
         workload, recorder, model = self._workload, self._recorder, self._model
         inputs, targets = batch_on_meta(workload.inputs, workload), batch_on_meta(workload.targets, workload)
         recorder.adopt(model.named_parameters(), StorageKind.PARAMETER)
-        recorder.adopt(model.named_buffers(), StorageKind.BUFFER)
+        recorder.adopt([*model.named_buffers(), *self._constants], StorageKind.BUFFER)
         recorder.adopt((("inputs", tensor) for tensor in tensors_in(inputs)), StorageKind.INPUT)
         recorder.adopt((("targets", tensor) for tensor in tensors_in(targets)), StorageKind.INPUT)
         return inputs, targets

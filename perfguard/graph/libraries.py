@@ -1,0 +1,182 @@
+"""Libraries for fine-tuning, on meta as on a GPU: the layers and optimizers of bitsandbytes, and TRL's loss.
+
+Most operators of bitsandbytes know their shapes on meta. What is here replaces those that do not, and those that are several
+kernels on a GPU (bitsandbytes 0.50: `backends/cuda/ops.py`, `backends/default/ops.py`; TRL 1.16: `kernels/chunked_logprob.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from perfguard.graph.shape_rules import empty_twin
+
+Replace = Callable[[Any, str, Callable[[Any], Any]], None]
+"""``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
+PAGED_STATES = "paged optimizer: its states may leave the GPU; their bytes and the time to move them are not counted"
+"""Entry in a graph's ``unmodelled``."""
+
+
+def replacing(stack: ExitStack) -> Replace:
+    """Return a function that replaces attributes until ``stack`` closes. One that a version does not have stays missing."""
+
+    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        if hasattr(owner, name):
+            own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+            stack.callback(setattr, owner, name, own)
+            setattr(owner, name, make(own))
+
+    return replace
+
+
+def bitsandbytes_on_meta(replace: Replace) -> None:
+    """Let bitsandbytes work on meta as on a GPU, if it is imported. Call it again where it may be by now."""
+    bnb = sys.modules.get("bitsandbytes")
+    if bnb is None or not hasattr(bnb, "optim") or hasattr(bnb.functional.get_paged, "__wrapped__"):
+        return
+    for kind in ("Params4bit", "Int8Params"):
+        replace(getattr(bnb.nn, kind), "to", _quantizing)
+    replace(bnb.functional, "get_paged", _paged)
+    for name in ("fill", "prefetch_tensor"):
+        replace(bnb.functional, name, lambda own: lambda tensor, *args: None if tensor.is_meta else own(tensor, *args))
+    replace(bnb.functional, "int8_vectorwise_quant", _without_outliers)
+    for name, expand in _SEVERAL_KERNELS.items():
+        replace(torch.ops.bitsandbytes, name, functools.partial(_Expanded, expand))
+
+
+def unquantized_layers(model: nn.Module) -> list[str]:
+    """Names of layers that bitsandbytes has not quantized yet, as it does where they arrive on a GPU, and of all of 8 bits."""
+    return [
+        f"{name!r}, a {type(module).__name__}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("bitsandbytes") and not getattr(module.weight, "bnb_quantized", False)
+    ]
+
+
+def constants_of_4bit(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return twins on meta of what bitsandbytes keeps beside the weights that it has quantized. They are no buffers."""
+    found = []
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        for part in filter(None, (state, getattr(state, "state2", None))):
+            found += [(name, empty_twin(part.absmax)), (name, empty_twin(part.code))]
+    return found
+
+
+def trl_on_meta(replace: Replace) -> None:
+    """Let TRL's loss run in kernels of Triton as on a GPU. Without Triton, it makes several copies of the logits."""
+    loss = sys.modules.get("trl.kernels.chunked_logprob")
+    if loss is not None and loss._forward_tile is not _read_tile:
+        replace(loss, "_forward_tile", lambda _: _read_tile)
+        replace(loss, "_backward_tile", lambda _: _write_tile)
+        replace(loss, "_addmm_fp32", lambda _: _add_product)
+
+
+def _quantizing(own: Any) -> Any:
+    """Weights are quantized where they arrive on a GPU, and stay as they are on meta."""
+
+    @functools.wraps(own)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        is_quantized = self.data.dtype is torch.int8 or getattr(self, "bnb_quantized", False)
+        if device is None or device.type != "meta" or is_quantized:
+            moved = own(self, *args, **kwargs)
+            if device is not None and getattr(self, "SCB", None) is not None:  # it leaves scales behind that are on meta
+                moved.SCB = self.SCB.to(device)
+            return moved
+        return (self if self.is_meta else own(self, device))._quantize(device)
+
+    return to
+
+
+def _paged(own: Any) -> Any:
+    """CUDA moves managed memory to the host where PyTorch asks for more. One element stands for it."""
+
+    @functools.wraps(own)
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Any:
+        if device.type != "meta":
+            return own(*shape, dtype=dtype, device=device)
+        paged: Any = torch.empty((), dtype=dtype, device="meta").expand(shape)
+        paged.is_paged, paged.page_deviceid = True, 0
+        return paged
+
+    return get_paged
+
+
+class _Expanded:
+    """Stands for an operator, which is called with its overload or without. Other threads may train on a GPU meanwhile."""
+
+    def __init__(self, expand: Callable[..., Any], own: Any) -> None:
+        self._expand, self._own, self.default = expand, own, self
+
+    def __call__(self, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (self._expand if rows.is_meta else self._own)(rows, *args, **kwargs)
+
+
+def _gemm_4bit(
+    rows: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, blocksize: int, quant_type: str,
+    bias: Any = None, absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
+) -> Any:  # fmt: skip
+    """Multiply by the whole weight, dequantized. A GPU does so for most batches; for a few rows, one kernel does both."""
+    ops = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        absmax = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32) + absmax_offset
+    return F.linear(rows, ops.dequantize_4bit.default(weight, absmax, blocksize, quant_type, shape, rows.dtype), bias)
+
+
+def _without_outliers(own: Any) -> Any:
+    """Columns with large values are multiplied in half precision. How many there are is a value: none."""
+
+    def int8_vectorwise_quant(rows: torch.Tensor, threshold: float = 0.0) -> Any:
+        if threshold == 0.0 or not rows.is_meta:
+            return own(rows, threshold)
+        quantized, scales, _ = own(rows)
+        (rows.abs() >= threshold).any()
+        return quantized, scales, rows.new_empty(0, dtype=torch.int64)
+
+    return int8_vectorwise_quant
+
+
+def _int8_mixed_scaled_mm(
+    rows: torch.Tensor, quantized: torch.Tensor, weight: torch.Tensor, scales: Any, weight_scales: Any,
+    outlier_columns: Any = None, bias: Any = None,
+) -> Any:  # fmt: skip
+    """Multiply all columns as 8-bit integers."""
+    return _int8_scaled_mm(quantized, weight, scales, weight_scales, bias, rows.dtype), rows.new_empty(0)
+
+
+def _int8_scaled_mm(
+    rows: torch.Tensor, weight: torch.Tensor, scales: Any, weight_scales: Any, bias: Any = None, dtype: Any = None
+) -> Any:
+    """Multiply into integers of 32 bits, and scale these."""
+    product = torch.ops.bitsandbytes.int8_linear_matmul.default(rows, weight)
+    return torch.ops.bitsandbytes.int8_mm_dequant.default(product, scales, weight_scales, dtype=dtype, bias=bias)
+
+
+_SEVERAL_KERNELS: dict[str, Callable[..., Any]] = {
+    "gemm_4bit": _gemm_4bit,
+    "int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
+    "int8_scaled_mm": _int8_scaled_mm,
+}
+
+
+def _read_tile(tile: torch.Tensor, *_: Any, **__: Any) -> None:
+    """One kernel reads logits."""
+    tile.amax(-1)
+
+
+def _write_tile(tile: torch.Tensor, *_: Any, **__: Any) -> None:
+    """One kernel turns logits into their gradients."""
+    tile.mul_(1.0)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """cuBLAS adds a product of half-precision factors to a float32 matrix, with no copies."""
+    total.addmm_(left, right)

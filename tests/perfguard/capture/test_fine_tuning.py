@@ -1,0 +1,247 @@
+"""Parameter-efficient and quantized fine-tuning in dry runs: what has a gradient, a state, and how many bytes it takes.
+
+bitsandbytes, datasets and TRL are not in the development environment: pip install bitsandbytes datasets trl
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from perfguard.capture.trial import capture
+from perfguard.devices import resolve_device
+from perfguard.exceptions import CaptureError, TraceError
+from perfguard.graph import StorageKind, trace
+from perfguard.graph.libraries import PAGED_STATES
+from perfguard.workload import CapturedTrial, Workload
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+A100 = resolve_device("a100")
+HIDDEN, MIDDLE, VOCABULARY, LAYERS = 128, 256, 512, 2
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * MIDDLE
+"""Weights of a layer: queries and outputs, keys and values of half as many heads, and three matrices of the MLP."""
+NORMS, TABLES = (2 * LAYERS + 1) * HIDDEN, 2 * VOCABULARY * HIDDEN
+ADAPTERS = LAYERS * 8 * (2 * HIDDEN + HIDDEN + HIDDEN // 2)
+"""Of rank 8, at queries and values."""
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its objectives really train where there is a GPU"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # as in the process of a dry run
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    if bnb := sys.modules.get("bitsandbytes"):
+        bnb.functional.name2qmap.clear()  # its tables are on meta now, in this process, too
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(dtype)
+
+
+def with_adapters(model: Any, **options: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options))
+
+
+def fit(model: Any, optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW, device: Any = "cuda") -> None:
+    model.to(device).train()
+    made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for (tokens,) in DataLoader(TensorDataset(torch.randint(0, VOCABULARY, (64, 32))), 4):
+        tokens = tokens.to(device)  # noqa: PLW2901
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        made.step()
+        made.zero_grad()
+
+
+def held(found: CapturedTrial, kind: StorageKind) -> int:
+    return sum(storage.num_bytes for storage in found.graph.storages if storage.kind is kind)
+
+
+def assert_adapters_train(found: CapturedTrial, *, num_weights: int = ADAPTERS) -> None:
+    assert held(found, StorageKind.GRADIENT) == 4 * num_weights
+    assert 2 * 4 * num_weights <= held(found, StorageKind.OPTIMIZER_STATE) < 2 * 4 * num_weights + 100  # and step counters
+
+
+# --- LoRA -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda", 0, "torch.device(0)"])
+def test_lora_trains_its_adapters_only_on_any_name_of_the_gpu(device: Any) -> None:
+    found = capture(lambda: fit(with_adapters(llama()), device=torch.device(0) if "(" in str(device) else device), A100)
+    assert_adapters_train(found)
+    assert held(found, StorageKind.PARAMETER) == 4 * (LAYERS * LAYER + NORMS + TABLES + ADAPTERS)
+
+
+def test_dora_has_a_magnitude_for_each_output() -> None:
+    found = capture(lambda: fit(with_adapters(llama(), use_dora=True)), A100)
+    assert_adapters_train(found, num_weights=ADAPTERS + LAYERS * (HIDDEN + HIDDEN // 2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_lora_with_checkpointing_keeps_the_inputs_of_layers(reentrant: bool) -> None:
+    def objective() -> None:
+        model = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        fit(with_adapters(model))
+
+    found, whole = capture(objective, A100), capture(lambda: fit(with_adapters(llama())), A100)
+    assert_adapters_train(found)
+    assert held(found, StorageKind.ACTIVATION) < 0.3 * held(whole, StorageKind.ACTIVATION)
+    assert found.graph.peak_live_bytes < whole.graph.peak_live_bytes
+
+
+def test_precision_is_that_of_the_arithmetic() -> None:
+    # Adapters in float32 beside a model in bfloat16.
+    assert capture(lambda: fit(with_adapters(llama(torch.bfloat16))), A100).graph.precision == "bf16"
+    assert capture(lambda: fit(with_adapters(llama())), A100).graph.precision == "fp32"
+
+
+# --- Optimizers of bitsandbytes -------------------------------------------------------------------------------------------------
+
+WEIGHTS, BIAS = 2 * 1024 * 1024, 1024
+CONSTANTS = 4 * WEIGHTS // 256
+"""One float for each block of 256."""
+STATES = {  # of AdamW; fewer than 4,096 values have states of 32 bits, and matrices of 100,000 and more are paged
+    "AdamW8bit": 2 * (WEIGHTS + CONSTANTS + 4 * BIAS),
+    "AdamW32bit": 2 * 4 * (WEIGHTS + BIAS),
+    "PagedAdamW8bit": 2 * (2 + CONSTANTS + 4 * BIAS),
+    "PagedAdamW32bit": 2 * 4 * (2 + BIAS),
+    "Lion8bit": WEIGHTS + CONSTANTS + 4 * BIAS,
+}
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_have_their_bits(name: str) -> None:
+    make = getattr(pytest.importorskip("bitsandbytes").optim, name)
+
+    def objective() -> None:
+        model = two_layers().cuda()
+        optimizer = make(model.parameters())
+        for (x,) in DataLoader(TensorDataset(torch.randn(64, 1024)), 8):
+            model(x.cuda()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = capture(objective, A100)
+    assert held(found, StorageKind.OPTIMIZER_STATE) == STATES[name]
+    assert (PAGED_STATES in found.graph.unmodelled) == name.startswith("Paged")
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_states_of_a_workload_have_their_bits(is_live: bool) -> None:
+    bnb, model = pytest.importorskip("bitsandbytes"), two_layers()
+    optimizer = bnb.optim.AdamW(model.parameters(), optim_bits=8) if is_live else bnb.optim.AdamW8bit
+    graph = trace(Workload(model, inputs=(8, 1024), loss=lambda out: out.mean(), optimizer=optimizer), target=A100)
+    states = sum(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.OPTIMIZER_STATE)
+    assert states == STATES["AdamW8bit"] + 2 * 256 * 4  # and the two tables of its 256 values
+
+
+# --- Quantized layers -----------------------------------------------------------------------------------------------------------
+
+
+def quantized(folder: Path, **options: Any) -> Any:
+    config = transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **options)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": 0})
+    return with_adapters(peft.prepare_model_for_kbit_training(model))
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "constants"),
+    [
+        (NF4, LAYERS * LAYER // 2, 4 * LAYERS * LAYER // 64),  # half a byte each, and a float for each block of 64
+        ({"load_in_8bit": True}, LAYERS * LAYER, 4 * LAYERS * (4 * HIDDEN + 2 * MIDDLE)),  # a byte, and a float for each row
+    ],
+    ids=["nf4", "int8"],
+)
+def test_quantized_weights_are_counted_with_their_constants(
+    options: dict[str, Any], weights: int, constants: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    llama(torch.bfloat16).save_pretrained(tmp_path)
+    found = capture(lambda: fit(quantized(tmp_path, **options)), A100)
+    assert held(found, StorageKind.PARAMETER) == weights + 4 * (NORMS + TABLES + ADAPTERS)  # peft casts the others to float32
+    assert 0 <= held(found, StorageKind.BUFFER) - constants < 2000  # and rotary frequencies, and tables of 16 values
+    assert_adapters_train(found)
+
+
+def test_nf4_weight_is_multiplied_dequantized(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    llama(torch.bfloat16).save_pretrained(tmp_path)
+    found = capture(lambda: fit(quantized(tmp_path, **NF4, bnb_4bit_use_double_quant=True)), A100)
+    assert found.graph.precision == "bf16"
+    ups = [op for op in found.graph.ops if op.module.endswith("layers.0.mlp.up_proj") and op.phase.name == "FORWARD"]
+    assert [op.name for op in ups if op.name in ("dequantize_blockwise", "dequantize_4bit", "mm")] == [
+        "dequantize_blockwise", "dequantize_4bit", "mm",
+    ]  # fmt: skip
+    assert next(op.flops for op in ups if op.name == "mm") == 2 * 4 * 32 * HIDDEN * MIDDLE
+
+
+def test_model_quantized_before_the_trial_is_refused_by_name() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(bnb.nn.LinearNF4(64, 64)).to("cpu")
+    with pytest.raises(CaptureError, match=r"A model that was quantized before the trial .* Load it in the objective"):
+        capture(lambda: model.to("cuda"), A100)
+
+
+def test_workload_has_the_constants_of_quantized_weights_and_refuses_others_by_name() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    describe = partial(Workload, inputs=(8, 256), loss=lambda output: output.mean())
+    model = nn.Sequential(bnb.nn.LinearNF4(256, 128, compress_statistics=False), nn.Linear(128, 1))
+    with pytest.raises(TraceError, match=r"The layer '0', a LinearNF4 of bitsandbytes, cannot be traced"):
+        trace(describe(model), target=A100)
+    graph = trace(describe(model.to("cpu")), target=A100)
+    constants = sum(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.BUFFER)
+    assert constants == 4 * (256 * 128 // 64 + 16)
+
+
+# --- TRL ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_sft_trainer_keeps_a_tile_of_logits(tmp_path: Path) -> None:
+    # The tile is as wide as 32,768 words whatever the vocabulary. Triton's kernels make no copies of it.
+    trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": 2 + number for number in range(400)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    processing = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    texts = datasets.Dataset.from_dict({"text": [" ".join(f"w{number}" for number in range(32))] * 64})
+
+    def objective() -> None:
+        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": False}
+        options = trl.SFTConfig(str(tmp_path), per_device_train_batch_size=4, max_length=32, num_train_epochs=1, **quiet)
+        adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        trl.SFTTrainer(
+            model=llama(), args=options, train_dataset=texts, processing_class=processing, peft_config=adapters
+        ).train()
+
+    found = capture(objective, A100)
+    assert found.graph.precision == "amp-bf16"
+    assert_adapters_train(found)
+    tiles = [storage for storage in found.graph.storages if storage.num_bytes >= 2 * 100 * 32_768]
+    assert len(tiles) == 2  # of the forward and of the backward pass
