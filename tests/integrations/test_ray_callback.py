@@ -17,13 +17,13 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from torch import nn
 
 import perfguard_ray
-from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard import Device, Estimate, Guard, MeasurementStore, OpGraph, Prediction, Workload
+from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.record import TrialRecord
 from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
 from perfguard_ray.callback import breaks_budget, measurement_in, metrics_of, status_of_failure
-from perfguard_ray.ledger import Entry
+from perfguard_ray.ledger import Entry, Ledger
 from tests.doubles import BARE_A100, ReplayPredictor
 
 MIB = 2**20
@@ -180,6 +180,33 @@ def report_of(num_steps: int, seconds: float, **device: Any) -> dict[str, Any]:
     fields = {"device_id": "cpu", "device_name": "AMD EPYC", "peak_memory_bytes": 124 * 2**10, "step_time_s": 1e-4}
     fields |= {"total_time_s": seconds, "num_steps": num_steps, "method": "vmhwm", "framework": "torch", "confidence": "high"}
     return {f"perfguard/{name}": value for name, value in (fields | device).items()} | {"loss": 0.5}
+
+
+def test_a_trial_that_its_pace_has_stopped_stays_so() -> None:
+    """Tune stops it at its next result, whose pace may look better."""
+    ledger = Ledger(Guard("cpu", time_budget="10s", log=False), build, "study")
+    callback, trial = PerfGuardCallback(SimpleNamespace(ledger=ledger)), stub("t", {})
+    trial.should_stop = lambda result: False
+    known = ledger.entries["t"] = Entry(ledger.guard.record(Verdict(action="launch"), steps=1000, study="study"), {})
+    for pace_s, num_steps, total_s in ((0.05, 40, 2.0), (0.006, 200, 2.9)):
+        device = {"device_name": ledger.guard.device.name, "pace_mean_s": pace_s, "pace_error_s": 1e-4}
+        callback.on_trial_result(0, [], trial, report_of(num_steps, total_s, **device))
+        assert known.end == ("timeout", "stopped by its pace")
+
+
+def test_a_dry_run_that_fails_is_made_once_for_a_proposal() -> None:
+    class Fails:
+        captures, calls = True, 0
+
+        def __call__(self, params: Mapping[str, Any]) -> Any:
+            self.calls += 1
+            raise CaptureError("the dry run takes more than 60 s")
+
+    fails = Fails()
+    ledger = Ledger(Guard("a100", log=False), fails, "study")
+    with pytest.warns(UnguardedTrialWarning):
+        ledger.judge({"width": 8})
+    assert fails.calls == 1
 
 
 def test_worker_without_guarded_gpu_measures_nothing() -> None:
