@@ -56,7 +56,8 @@ def unquantized_layers(model: nn.Module) -> list[str]:
     return [
         f"{name!r}, a {type(module).__name__}"
         for name, module in model.named_modules()
-        if type(module).__module__.startswith("bitsandbytes") and not getattr(module.weight, "bnb_quantized", False)
+        for weight in module.parameters(recurse=False)
+        if type(weight).__module__.startswith("bitsandbytes") and not getattr(weight, "bnb_quantized", False)
     ]
 
 
