@@ -104,6 +104,8 @@ class _Tracer:
         self._paths = DevicePaths(target)
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
+        if not isinstance(workload.model, nn.Module):
+            raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(workload.model).__name__}.")
         if names := unquantized_layers(workload.model):
             raise TraceError(
                 f"The layer {names[0]} of bitsandbytes, cannot be traced in a Workload: its weights are quantized on a GPU. "
@@ -456,8 +458,6 @@ def model_on_meta(workload: Workload) -> nn.Module:
     be copied is converted itself.
     """
     model = workload.model
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(model).__name__}.")
     # The parameters of a lazy module are made in the trace, so a copy gets them.
     on_meta = all(tensor.is_meta and not isinstance(tensor, _LAZY) for tensor in _tensors_of(model))
     if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
