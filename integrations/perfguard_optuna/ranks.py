@@ -117,11 +117,13 @@ class Ranks:
     def end(self, own: Measurement | None, status: Status) -> Measurement | None:
         """Tell the other ranks that this one has ended the trial. On rank 0, return what it cost on all that have ended it.
 
-        Rank 0 waits for the others. Another rank waits only if it ran out of memory: the trial is pruned if all have ended it. A
-        rank that ends it alone must fail, because the others wait for it in a collective of the trial.
+        Rank 0 waits for the others if it has measured the trial. Another rank waits only if it ran out of memory: the trial is
+        pruned if all have ended it. A rank that ends it alone must fail, because the others wait for it in a collective of the
+        trial.
         """
         self.missing = others = [rank for rank in range(self._size) if rank != self._rank]
-        ends_at = time.monotonic() + (LONGEST_WAIT_S if status == "oom" or (status == "ok" and not self._rank) else 0.0)
+        is_merged = self._rank == 0 and own is not None and status == "ok"
+        ends_at = time.monotonic() + (LONGEST_WAIT_S if is_merged or status == "oom" else 0.0)
         try:
             self._store.set(f"ended/{self._rank}", json.dumps(None if own is None else asdict(own)))
             others = [rank for rank in others if rank == 0 or self._store.check([f"joined/{rank}"])]
