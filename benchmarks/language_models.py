@@ -17,14 +17,14 @@ from _record import parser_of, show
 from perfguard import load_predictor
 from perfguard.predictor import Estimate
 from perfguard_research.csv_rows import read_table
-from perfguard_research.evaluate import evaluate
+from perfguard_research.evaluate import evaluate, score
 
 
 def cells_of(pairs: list[tuple[float, Estimate]]) -> list[str]:
     """Number, mean and median error, and the share inside the 90% interval, of measured and predicted times."""
-    errors = [abs(predicted.median / measured - 1) for measured, predicted in pairs]
-    inside = statistics.fmean(low <= measured <= high for measured, predicted in pairs for low, high in [predicted.interval()])
-    return [str(len(pairs)), f"{statistics.fmean(errors):.1%}", f"{statistics.median(errors):.1%}", f"{inside:.0%}"]
+    found = score(pairs)
+    assert found is not None
+    return [str(len(pairs)), f"{found['mean']:.1%}", f"{found['median']:.1%}", f"{found['coverage']:.0%}"]
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from perfguard.predictor import HALF_INTERVAL, Observation
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.raw_prediction import Weights
-from perfguard_research.dataset import Run, dataset_of, folds, graphs_of
+from perfguard_research.dataset import Fold, Run, dataset_of, folds, graphs_of
 from perfguard_research.learners import learner_class
 
 _LEARNT = (0, 1, 3, 5, 10, 20)
@@ -93,14 +93,19 @@ def main() -> None:
     views, cache = learner_class("step-time").views, arguments.cache
     runs = dataset_of(arguments.tables, views, cache=cache, most_operators=_OPERATORS).runs
     machines, memory = machines_of(arguments.tables[0], cache), shipped_weights(MemoryForest.name)
+    part = ("source", "gpu").index(arguments.split)  # of a machine's name
+
+    def weights_without_fold(fold: Fold) -> Weights:
+        judged = {id(runs[index]) for index in fold.judge}
+        scenario = Scenario(fold.name, "time", lambda run: id(run) in judged, lambda run: False)
+        return Weights(memory, weights_without(scenario, runs, cache))
+
     found: dict[tuple[str, str, str], _Scores] = {}
     for fold in folds(runs, arguments.split):
         held_out = {getattr(runs[index], arguments.split) for index in fold.judge}
-        own = [machine for machine in machines if machine[arguments.split == "gpu"] in held_out]
+        own = [machine for machine in machines if machine[part] in held_out]
         if own:
-            is_judged = {id(runs[index]) for index in fold.judge}.__contains__
-            scenario = Scenario(fold.name, "time", lambda run, is_judged=is_judged: is_judged(id(run)), lambda run: False)  # type: ignore[misc]
-            weights = Weights(memory, weights_without(scenario, runs, cache))
+            weights = weights_without_fold(fold)
             found |= {machine: of_orders(weights, machines[machine]) for machine in own}
     lines = [[_name(*one), str(len(machines[one])), *(_cell(*row) for row in found[one])] for one in sorted(found)]
     means = np.array(list(found.values()))

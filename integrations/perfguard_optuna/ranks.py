@@ -44,9 +44,10 @@ def leads_ranks() -> bool:
 
 
 def _group_size() -> int:
-    torch = sys.modules.get("torch")  # without it there is no process group
-    is_there = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if torch is not None and is_there else 1
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return int(torch.distributed.get_world_size())
 
 
 class Ranks:

@@ -255,9 +255,9 @@ def gp_inputs(
     raws: Sequence[RawPrediction],
     target: str,
     *,
-    regime: torch.Tensor | float = 0.0,
-    scale: torch.Tensor | float = 1.0,
-    setting: torch.Tensor | float = 0.0,
+    regime: torch.Tensor,
+    scale: torch.Tensor | float,
+    setting: torch.Tensor | float,
 ) -> GPInputs:
     """Inputs of the residual process for n steps. A single number holds for all of them."""
     columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(raws)) for column in (regime, scale, setting, 0.0))

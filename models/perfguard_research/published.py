@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from perfguard_research.tables import MIB
+
 _GPUS = {
     "rtx4090": "rtx4090", "rtx5090": "rtx5090", "a10": "a10", "l20": "l20", "a800-sxm-80gb": "a800-sxm-80gb",
     "a100": "a100-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h100-sxm": "h100-sxm-80gb",
@@ -23,7 +25,6 @@ _GPUS = {
 _MODES = {"forward (grad on)": "infer", "forward_backward": "forward_backward", "train": "train"}
 _PRECISIONS = ("fp32", "amp-bf16", "amp-fp16")
 _SIZES = {"vocab": "vocab_size", "d_model": "d_model", "num_layers": "num_layers", "num_heads": "num_heads", "d_ff": "d_ff"}
-MIB = 2**20
 
 
 def runs_of(rows: pd.DataFrame) -> pd.DataFrame:

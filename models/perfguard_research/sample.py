@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+import pandas as pd
 
 from perfguard.exceptions import PerfGuardError
 from perfguard_research.csv_rows import read_table
@@ -42,8 +43,5 @@ def sampled(tables: Iterable[Path], most_runs: int, *, folder: Path, seed: int =
         digest = hashlib.sha256(repr((columns, chosen)).encode()).hexdigest()[:16]
         found.append(folder / f"{table.name.split('.')[0]}-{digest}.csv")
         folder.mkdir(parents=True, exist_ok=True)
-        with found[-1].open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(chosen)
+        pd.DataFrame(chosen, columns=columns).to_csv(found[-1], index=False)
     return found

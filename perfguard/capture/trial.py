@@ -313,9 +313,10 @@ class _Watch:
             (StorageKind.PARAMETER, self._named_parameters()),
             (StorageKind.BUFFER, [named for root in self._roots.values() for named in root.named_buffers()]),
         ):
-            for name, tensor in named:
-                if tensor.is_meta:
-                    found.setdefault(self._recorder.index_of(getattr(tensor, "_local_tensor", tensor)), (kind, name))
+            for name, whole in named:
+                for tensor in tensors_in(whole):
+                    if tensor.is_meta:
+                        found.setdefault(self._recorder.index_of(tensor), (kind, name))
         return found
 
     def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:

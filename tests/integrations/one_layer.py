@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
@@ -29,13 +29,17 @@ def build(params: Mapping[str, Any]) -> Workload:
 
 def train(width: int) -> float:
     """Three steps."""
-    model = nn.Linear(64, width)
+    return train_model(nn.Linear(64, width), num_steps=3)
+
+
+def train_model(model: nn.Module, *, num_steps: int, after_step: Callable[[int], object] = lambda _: None) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for step in range(num_steps):
         optimizer.zero_grad()
         loss = model(torch.ones(32, 64)).mean()
         loss.backward()
         optimizer.step()
+        after_step(step)
     return float(loss.detach())
 
 

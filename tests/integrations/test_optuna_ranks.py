@@ -25,7 +25,18 @@ from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
 from perfguard_optuna import PerfGuardPruner, guarded, ranks, repair_of
 from tests.doubles import TOY_CPU
-from tests.integrations.one_layer import LARGE, SMALL, build, make_guard, make_pruner, plain_study_of, settings, study_of, train
+from tests.integrations.one_layer import (
+    LARGE,
+    SMALL,
+    build,
+    make_guard,
+    make_pruner,
+    plain_study_of,
+    settings,
+    study_of,
+    train,
+    train_model,
+)
 
 integration = pytest.importorskip("optuna_integration")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -92,15 +103,7 @@ def play(rank: int, objective: Callable[[Any], float], *widths: int, **options: 
 
 
 def train_together(width: int, *, after_step: Callable[[int], object] = lambda _: None) -> float:
-    model = DistributedDataParallel(nn.Linear(64, width))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = model(torch.ones(32, 64)).mean()
-        loss.backward()
-        optimizer.step()
-        after_step(step)
-    return float(loss.detach())
+    return train_model(DistributedDataParallel(nn.Linear(64, width)), num_steps=4, after_step=after_step)
 
 
 def inline(rank: int, log: str, after_step: Callable[[int, int], object], *widths: int, **options: Any) -> list[str]:

@@ -33,6 +33,7 @@ from perfguard_optuna import (
 )
 from perfguard_optuna.show import progress_line
 from tests.doubles import ReplayPredictor
+from tests.integrations.one_layer import train
 
 pytest.importorskip("plotly")
 
@@ -42,14 +43,7 @@ def build(params: Mapping[str, Any]) -> Workload:
 
 
 def objective(trial: optuna.Trial) -> float:
-    loss, model = torch.tensor(0.0), nn.Linear(64, trial.suggest_int("width", 8, 2**21, log=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.ones(32, 64)).mean()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
+    return train(trial.suggest_int("width", 8, 2**21, log=True))
 
 
 def guard(log: Any = False) -> PerfGuardPruner:
