@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,11 +14,11 @@ import pandas as pd
 
 from perfguard.exceptions import PerfGuardError
 from perfguard_research.csv_rows import read_table
-from perfguard_research.tables import parser_of
+from perfguard_research.tables import CONFIGURATIONS, parser_of
 
 
 def sampled(tables: Iterable[Path], most_runs: int, *, folder: Path, seed: int = 0) -> list[Path]:
-    """The tables, with at most ``most_runs`` rows of each, written to ``folder``. Tables of operators stay as they are.
+    """The tables, with at most ``most_runs`` rows of each, in folders inside ``folder``. Tables of operators stay as they are.
 
     Networks are drawn with ``seed``, and each has all of its rows. So a network is traced once, and the batches of one network
     stay neighbours. Rows that cannot be read are left out.
@@ -41,7 +42,10 @@ def sampled(tables: Iterable[Path], most_runs: int, *, folder: Path, seed: int =
             if len(chosen) + len(networks[name]) <= most_runs:
                 chosen += networks[name]
         digest = hashlib.sha256(repr((columns, chosen)).encode()).hexdigest()[:16]
-        found.append(folder / f"{table.name.split('.')[0]}-{digest}.csv")
-        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f"{table.name.split('.')[0]}-{digest}"
+        own.mkdir(parents=True, exist_ok=True)
+        if (configurations := table.with_name(CONFIGURATIONS)).exists():
+            shutil.copy(configurations, own)
+        found.append(own / "sample.csv")
         pd.DataFrame(chosen, columns=columns).to_csv(found[-1], index=False)
     return found

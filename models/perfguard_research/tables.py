@@ -301,7 +301,7 @@ def _transformer(row: Row, configurations: Mapping[str, Any]) -> Row:
     """Forward, and for training backward too, of a Hugging Face model with attention as it was before PyTorch 2."""
     name, length = text(row, "model"), positive(row, "seq_len")
     if name not in configurations:
-        raise TableError(f"{name!r} is not in {_CONFIGURATIONS}, which has {', '.join(sorted(configurations)) or 'nothing'}")
+        raise TableError(f"{name!r} is not in {CONFIGURATIONS}, which has {', '.join(sorted(configurations)) or 'nothing'}")
     config = {key: value for key, value in configurations[name].items() if key not in ("model_type", "architectures")}
     return _as_run(
         row,
@@ -313,12 +313,13 @@ def _transformer(row: Row, configurations: Mapping[str, Any]) -> Row:
     )
 
 
-_CONFIGURATIONS = "transformers_configs.json"
+CONFIGURATIONS = "transformers_configs.json"
+"""Lies beside a table of transformers."""
 
 
 def _read_configurations(table: Path) -> Mapping[str, Any]:
     """The configurations of Transformers beside ``table``; none if there is no such file."""
-    path = table.with_name(_CONFIGURATIONS)
+    path = table.with_name(CONFIGURATIONS)
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:

@@ -110,6 +110,15 @@ def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path, tmp
     assert sampled([table_of_runs], len(rows), folder=tmp_path) == [table_of_runs]
 
 
+def test_a_sample_of_transformers_keeps_the_configurations_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "transformers_configs.json").write_text(json.dumps(dict.fromkeys("ab", {"architectures": ["GPT2LMHeadModel"]})))
+    table = tmp_path / "table.csv"
+    table.write_text("model,gpu,mode,batch_size,seq_len,step_time_ms\n" + "".join(f"{m},v100,train,2,16,1\n" for m in "ab"))
+    (sample,) = sampled([table], 1, folder=tmp_path / "samples")
+    (row,) = read_table(sample)[1]
+    assert parser_of(list(row), sample)(row).structure
+
+
 def test_training_without_folds_by_gpu_assumes_wide_intervals_there(table_of_runs: Path, tmp_path: Path) -> None:
     words = ["train", str(table_of_runs), "--predictor", "roofline", "--out", str(tmp_path), "--cache", str(tmp_path)]
     assert main([*words, "--splits", "family", "--most-runs", "80", "--jobs", "1"]) == 0
