@@ -111,7 +111,8 @@ def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path, tmp
 
 
 def test_a_sample_of_transformers_keeps_the_configurations_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "transformers_configs.json").write_text(json.dumps(dict.fromkeys("ab", {"architectures": ["GPT2LMHeadModel"]})))
+    configurations = {name: {"architectures": ["GPT2LMHeadModel"], "n_layer": at} for at, name in enumerate("ab", 1)}
+    (tmp_path / "transformers_configs.json").write_text(json.dumps(configurations))
     table = tmp_path / "table.csv"
     table.write_text("model,gpu,mode,batch_size,seq_len,step_time_ms\n" + "".join(f"{m},v100,train,2,16,1\n" for m in "ab"))
     (sample,) = sampled([table], 1, folder=tmp_path / "samples")
