@@ -170,6 +170,28 @@ def llama_large(trial: optuna.Trial) -> float:
     return 0.0
 
 
+def llama_8b(trial: optuna.Trial) -> float:
+    """Eight billion parameters, LoRA, FSDP2 with a part for each layer: rank 0 of 8."""
+    import torch.distributed as dist
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl", rank=0, world_size=8)
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    base: Any = llama(vocab_size=128256, intermediate_size=14336, **sizes).to(torch.bfloat16)
+    model: Any = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"), autocast_adapter_dtype=False)
+    for part in (*base.model.layers, model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
+    batch = trial.suggest_categorical("batch", (1, 2))
+    for _step in range(10):
+        text = torch.randint(0, 128256, (batch, 2048), device="cuda")
+        model(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return 0.0
+
+
 def llama_trainer(trial: optuna.Trial, *, lora: bool) -> float:
     from transformers import Trainer, TrainingArguments
 
@@ -225,6 +247,7 @@ OTHERS: dict[str, Objective] = {
     "fp16_scaler_clipping": autocast,
     "gan": gan,
     "llama_1.5b": llama_large,
+    "llama_8b_lora_fsdp": llama_8b,
     "llama_trainer": functools.partial(llama_trainer, lora=False),
     "llama_lora": functools.partial(llama_trainer, lora=True),
     "accelerate": accelerated,
@@ -238,7 +261,7 @@ def run_one(name: str) -> None:
     objective = EXPLICIT[name][0] if name in EXPLICIT else OTHERS.get(name) or script(name)
     directions: Any = ("minimize", "maximize") if name.startswith("multi") else ("minimize",)
     study = optuna.create_study(directions=directions, sampler=optuna.samplers.RandomSampler(seed=0))
-    batches = (4, 8) if name == "llama_1.5b" else BATCHES
+    batches = {"llama_1.5b": (4, 8), "llama_8b_lora_fsdp": (1, 2)}.get(name, BATCHES)
     build = ObjectiveBuild(objective, device := resolve_device("a100"), study.directions)
     seconds = []
     try:

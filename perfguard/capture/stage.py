@@ -95,9 +95,12 @@ class HostTensors(TorchDispatchMode):
             return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if types_ and any(kind.__name__ == "DTensor" for kind in types_):
             return NotImplemented  # it calls back with the part of this process
+        with torch._C.DisableTorchFunction():  # what is asked of a tensor here is not the user's, as in the recorder
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
@@ -189,6 +192,8 @@ class Placement(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if type(func) is types.MethodWrapperType and func.__self__ is not _IS_CUDA:  # a property of a tensor, most of all calls
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
