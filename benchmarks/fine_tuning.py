@@ -3,10 +3,10 @@
     pip install fitcheck-llm fitscout     # else their columns are empty
     python benchmarks/fine_tuning.py peft.csv.gz
 
-The readings are the 99th percentile of PEFT's own method comparison. Each step is a dry run of its loop: the model in bfloat16, four
-samples, AdamW or the method's own optimizer. The table does not say how long the samples of the largest batch are, only that none
-has more than 768 tokens. So this length is one unknown number for all methods of a script. Each method is predicted with the median
-of the lengths that would explain the other methods, and so are the formulas. PEFT changed its script in version 0.18.
+The readings are the 99th percentile of PEFT's own method comparison. Each step is a dry run of its loop: the model in bfloat16,
+four samples, AdamW or the method's own optimizer. The table does not say how long the samples of the largest batch are, only that
+none has more than 768 tokens. So this length is one unknown number for all methods of a script. Each method is predicted with the
+median of the lengths that would explain the other methods, and so are the formulas. PEFT changed its script in version 0.18.
 """
 
 from __future__ import annotations
@@ -142,10 +142,9 @@ def fitcheck(row: Row, length: int) -> float:
     from fitcheck import ModelConfig, TrainingConfig, estimate, get_gpu
 
     model = ModelConfig("Llama-3.2-3B", PARAMETERS, 3072, 28, 24, 8, 8192, 128256, 128, True)
-    targets = sorted(name.removesuffix("_proj") for name in row.on)
-    settings: dict[str, Any] = {"lora_rank": None, "optimizer_dtype": "bf16"}
-    if row.label != "full":
-        settings = {"lora_rank": row.rank, "lora_targets": targets}
+    settings: dict[str, Any] = {"lora_rank": row.rank, "lora_targets": sorted(row.on)}
+    if row.label == "full":
+        settings = {"lora_rank": None, "optimizer_dtype": "bf16"}
     config = TrainingConfig(batch_size=BATCH, seq_len=length, flash_attn=True, **settings)
     return float(estimate(model, config, get_gpu(GPU)).total_mib) * 2**20
 
