@@ -166,6 +166,17 @@ class TrackingWarning(PerfGuardWarning):
     """A trial could not be written to an experiment tracker, or not counted in the progress line. The study goes on."""
 
 
+def frame_of_the_user(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that is neither ours, nor of Python, nor of a library through which the user came to us."""
+    between = {
+        "accelerate", "lightning", "lightning_fabric", "optuna", "perfguard", "perfguard_models", "perfguard_optuna",
+        "perfguard_ray", "perfguard_research", "pytorch_lightning", "ray", "torch", "transformers", *sys.stdlib_module_names,
+    }  # fmt: skip
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in between:
+        frame = frame.f_back
+    return frame
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that is neither ours nor of a library through which the user came to us.
 
@@ -173,19 +184,9 @@ def warn_user(message: str, category: type[Warning]) -> None:
     either it is our own. A message says what happened, what it means for the user, and what to do.
     """
     # warnings.warn(skip_file_prefixes=...) would do this from Python 3.12 on.
-    between = {
-        "accelerate", "concurrent", "contextlib", "functools", "lightning", "lightning_fabric", "optuna", "perfguard",
-        "perfguard_models", "perfguard_optuna", "perfguard_ray", "perfguard_research",
-        "pytorch_lightning", "ray", "threading", "torch", "transformers",
-    }  # fmt: skip
-
-    def of_the_user(frame: FrameType | None) -> FrameType | None:
-        while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in between:
-            frame = frame.f_back
-        return frame
-
     here = sys._getframe(1)
-    found = of_the_user(here) or of_the_user(sys._current_frames().get(threading.main_thread().ident or 0)) or here
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = frame_of_the_user(here) or frame_of_the_user(main) or here
     warnings.warn_explicit(
         message,
         category,

@@ -7,10 +7,12 @@ and conditions the predictor on the log.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -354,8 +356,9 @@ class Guard:
         """
         return largest_batch(self._fits, as_workload(model, inputs, **fields), at_most=at_most)
 
-    def _fits(self, workload: Workload) -> bool:
-        return self._judge(workload, threshold=self.risk).action == "launch"
+    def _fits(self, workload: Workload, *, most_bytes: float = math.inf) -> bool:
+        verdict = self._judge(workload, threshold=self.risk)
+        return verdict.action == "launch" and verdict.predicted["memory"].median <= most_bytes
 
     def _judge(
         self,
@@ -407,22 +410,30 @@ class Guard:
             time_left_s=time_left_s,
         )
 
-    def _settle(self, verdict: Verdict, workload: AnyWorkload) -> tuple[Verdict, AnyWorkload]:
-        """The verdict and the workload after ``on_violation`` is applied."""
-        if verdict.action == "launch" or self.on_violation == "prune":
+    def _settle(self, verdict: Verdict, workload: AnyWorkload, ran_out: Decision | None = None) -> tuple[Verdict, AnyWorkload]:
+        """The verdict and the workload after ``on_violation`` is applied, or after a first try ``ran_out`` of memory."""
+        fits, tried = self._fits, ""
+        if ran_out is not None:
+            # The guard was wrong about the trial, and may not believe the reading. So a quarter less than what ran out must be
+            # predicted. The mean error on a card never seen is as large (27.5%, training on the A100, docs/results/accuracy.md).
+            before, capacity_bytes = ran_out.verdict.predicted.get("memory"), self.budget.capacity_bytes(self.device)
+            fits = partial(fits, most_bytes=0.75 * min(capacity_bytes, before.median if before else capacity_bytes))
+            tried = f"its first try ({ran_out.verdict.repair}) ran out of memory"
+        elif verdict.action == "launch" or self.on_violation == "prune":
             return verdict, workload
-        if self.on_violation == "warn":
+        elif self.on_violation == "warn":
             return self._overrule(verdict), workload
-        found = find_repair(self._fits, workload, self.remedies, self.device) if isinstance(workload, Workload) else None
+        found = find_repair(fits, workload, self.remedies, self.device) if isinstance(workload, Workload) else None
         if found is None:
             why = f"no remedy of {', '.join(self.remedies)} helps"
             if isinstance(workload, CapturedTrial):
                 why = "a captured trial cannot be repaired: that needs `build`"
-            return replace(verdict, remark="; ".join(filter(None, (verdict.remark, why)))), workload
+            return replace(verdict, action="prune", remark="; ".join(filter(None, (verdict.remark, why)))), workload
         repair, repaired = found
         with checkpointing(repaired.model, on=repair.checkpointing):
             after = self._judge(repaired, threshold=self.risk)
-        return replace(after, action="repair", repair=repair, as_proposed=verdict.worst), repaired
+        remark = "; ".join(filter(None, (after.remark, tried)))
+        return replace(after, action="repair", repair=repair, as_proposed=verdict.worst, remark=remark), repaired
 
     def _overrule(self, verdict: Verdict) -> Verdict:
         warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
@@ -457,6 +468,7 @@ class Guard:
         time_left_s: float | None = None,
         trial_id: str | None = None,
         threshold: float | None = None,
+        ran_out: Decision | None = None,
     ) -> Decision:
         """Build, trace, judge and log one proposed trial.
 
@@ -470,6 +482,8 @@ class Guard:
             time_left_s: seconds left of the study's time. A trial that would take longer is not launched.
             trial_id: the tuner's own name of the trial, for the log. None: it has only a number.
             threshold: the chance of breaking a limit to accept. None: what the risk budget has left, :attr:`threshold`.
+            ran_out: the decision on the trial's first try, which ran out of memory all the same. The verdict is then "repair", or
+                else "prune", which is not logged.
 
         Raises:
             UnguardedTrialError: if the trial cannot be judged, or not by all budgets, and the guard is strict.
@@ -496,7 +510,7 @@ class Guard:
                     self._condition_for(study)
                     verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
                     unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
-                    verdict, workload = self._settle(verdict, workload)
+                    verdict, workload = self._settle(verdict, workload, ran_out)
                 if verdict.action != "prune":
                     self.num_launched += 1
                     self._expected_violations += verdict.p_violation
@@ -505,14 +519,16 @@ class Guard:
                     graph = self.trace(workload)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            if self.strict:
+            if self.strict and ran_out is None:
                 raise UnguardedTrialError(
                     f"PerfGuard could not judge a trial, so it is not launched (strict=True): {cause}"
                 ) from error
-            message = f"PerfGuard could not judge a trial and launches it unguarded (shown once): {cause}"
-            self.warn_once(UnguardedTrialWarning, message)
+            does = "launches it unguarded" if ran_out is None else "prunes it"
+            self.warn_once(UnguardedTrialWarning, f"PerfGuard could not judge a trial and {does} (shown once): {cause}")
             verdict = Verdict(action="launch", unjudged=cause)
         self._warn_unchecked(unchecked)
+        if ran_out is not None and verdict.action != "repair":
+            return Decision("", replace(verdict, action="prune"), steps, study)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
     def record(

@@ -4,9 +4,10 @@ A user attribute is "perfguard:" and the name of a column of :mod:`perfguard.rec
 Beside these there are:
 
     perfguard:reason           the verdict's sentence, for people; it is never read back
-    perfguard:status           how the run ended: ok, oom, failed or interrupted
+    perfguard:status           how the run ended: ok, oom, timeout, failed or interrupted
+    perfguard:try              2 if the trial ran once more, after it ran out of memory (on_oom="repair")
     perfguard:not_measured     why what ran says nothing of the guarded device
-    perfguard:stopped          why a running trial was stopped: its pace
+    perfguard:stopped          why a running trial was stopped: its pace, or the hard time limit
     perfguard:decision_id      key of the verdict in the measurement log
     perfguard:proposed_for     of a proposal that a PerfGuardSampler rejected: the trial that it searched for
     perfguard:device_id, perfguard:device_name, perfguard:capacity_bytes      the guarded device, and its memory

@@ -7,16 +7,15 @@ workload, and :meth:`~OptunaGuard.decide` asks the core. :meth:`~OptunaGuard.fin
 from __future__ import annotations
 
 import datetime
-import gc
+import functools
 import inspect
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -30,10 +29,13 @@ from perfguard.exceptions import (
     warn_user,
 )
 from perfguard.guard import Guard, as_workload
+from perfguard.leftovers import free_memory
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
+from perfguard.quantities import parse_seconds
 from perfguard.record import column, columns_of, measured_by, verdict_from
 from perfguard.rejections import Rejection, Search
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.time_limit import TimeLimitReached
 from perfguard.verdict import Decision, Verdict
 from perfguard.workload import (
     AnyBuild,
@@ -67,6 +69,16 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
     from perfguard.log import MeasurementStore
 
+    class OptunaSettings(GuardSettings, total=False):
+        """The other keyword arguments of :class:`OptunaGuard`."""
+
+        within_timeout: bool
+        on_oom: OnOom
+        hard_time_limit: int | float | str | None
+
+
+OnOom = Literal["prune", "repair"]
+
 
 class OptunaGuard:
     """A :class:`perfguard.Guard` for the trials of Optuna.
@@ -90,6 +102,9 @@ class OptunaGuard:
             :meth:`trial` with a model or a workload are judged.
         within_timeout: whether the study's timeout is a limit. If so, a GuardedStudy prunes a trial that would outlast
             ``optimize(timeout=...)``.
+        on_oom: the action on a trial that runs out of memory all the same. With "repair", it runs once more with a repair. That
+            needs ``build``, and an objective that calls :func:`repair_of`.
+        hard_time_limit: seconds after which a running trial is ended and pruned, or a text such as "2h". None: no limit.
         settings: The keyword arguments of :class:`perfguard.Guard`.
 
     Raises:
@@ -103,10 +118,14 @@ class OptunaGuard:
         *,
         build: AnyBuild | None = None,
         within_timeout: bool = False,
+        on_oom: OnOom = "prune",
+        hard_time_limit: int | float | str | None = None,
         **settings: Unpack[GuardSettings],
     ) -> None:
         if build is not None and not callable(build):
             raise ConfigurationError(f"build must be a function of the hyperparameters, but got {build!r}.")
+        if on_oom not in get_args(OnOom):
+            raise ConfigurationError(f"on_oom must be one of {', '.join(get_args(OnOom))}, but got {on_oom!r}.")
         known = inspect.signature(Guard).parameters
         for name in settings:
             if name not in known:
@@ -115,6 +134,11 @@ class OptunaGuard:
         """The guard of the core: device, budget, risk, predictor, log."""
         self.build = build
         self.within_timeout = within_timeout
+        self.on_oom = on_oom
+        self.hard_time_limit_s = None if hard_time_limit is None else parse_seconds(hard_time_limit, what="hard_time_limit")
+        self.ends_or_repeats = on_oom == "repair" or hard_time_limit is not None
+        self.calls_objective = False
+        """Whether a GuardedObjective calls the objective. Only that can end a trial from outside, or run it once more."""
         self.deadline: float | None = None
         """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
         self._trials: dict[tuple[str, int, datetime.datetime | None], _Trial] = {}
@@ -205,6 +229,11 @@ class OptunaGuard:
         known = self._trial(study, trial)
         if known.run is not None or known.is_over:
             return True
+        if not self.calls_objective and self.ends_or_repeats:
+            raise ConfigurationError(
+                "on_oom='repair' and hard_time_limit work where PerfGuard calls the objective. Make the study with "
+                "perfguard_optuna.create_study(), or write study.optimize(perfguard_optuna.guarded(objective, ...))."
+            )
         self.end_abandoned(study)
         decision = self.decision_of(study, trial)
         if decision is None and make_workload is not None:
@@ -509,6 +538,25 @@ class OptunaGuard:
         decision = self.decision_of(study, trial)
         return AS_PROPOSED if decision is None else decision.verdict.repair
 
+    def try_again(self, study: optuna.Study, trial: optuna.Trial, build: AnyBuild) -> bool:
+        """Decide how ``trial``, which has ended out of memory, runs once more. Return False if it cannot run in another way."""
+        known, params = self._trial(study, trial), WatchedParams(trial.params)
+        if not known.repair_was_read:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                "A trial ran out of memory before its objective called `repair_of(trial)`, so it is pruned and does not run once "
+                "more (shown once). Call it before anything is allocated, and apply what it returns.",
+                about="on_oom",
+            )
+        elif known.decision is not None:
+            make, number, given = functools.partial(build_watched, build, params), trial.number, params.given
+            decision = self.guard.decide(make, study=study.study_name, trial=number, params=given, ran_out=known.decision)
+            if decision.verdict.action == "repair":
+                known.is_over = False
+                self._keep(study, trial, decision, params.used)
+                return True
+        return False
+
     def finish(self, study: optuna.Study, error: BaseException | None, ranks: Ranks | None = None) -> Measurement | None:
         """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it.
 
@@ -558,9 +606,9 @@ class OptunaGuard:
                 limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
                 needed = measurement.peak_memory_bytes
                 broken = self._excess(study, "memory", math.log(needed / limit) if needed and limit else 0.0)
+        if measurement.status == "timeout":
+            attributes["stopped"], broken = how.note, self._excess(study, "time", 0.0)
         self._write(study, known.trial, attributes, lambda: broken)
-        if measurement.status == "oom":
-            _free_memory()
         if decision.verdict.action == "repair" and not known.repair_was_read:
             self.guard.warn_once(
                 UnguardedTrialWarning,
@@ -676,9 +724,8 @@ class GuardedRun:
         elif self._run is not None and self._ranks is not None:
             how = _how_ended(error)
             self.measurement = self._ranks.end(self._guard._end_run(self._run, how), how.status)
-            if how.status == "oom":
-                _free_memory()
-        prune_if_out_of_memory(error, self._ranks)
+        if not self._guard.ends_or_repeats:  # else the objective around it has to end
+            prune_if_ran_out(error, self._ranks)
 
     def __del__(self) -> None:
         if not self._has_begun:
@@ -729,30 +776,29 @@ class _HowEnded(NamedTuple):
 def _how_ended(error: BaseException | None) -> _HowEnded:
     if isinstance(error, optuna.TrialPruned):
         return _HowEnded("ok", CUT_SHORT)
+    if isinstance(error, TimeLimitReached):
+        return _HowEnded("timeout", str(error))
     return _HowEnded(status_of(error), "" if error is None else f"{type(error).__name__}: {error}"[:200])
 
 
-def prune_if_out_of_memory(error: BaseException | None, ranks: Ranks | None = None) -> None:
-    """Turn an out-of-memory error into a pruned trial, so that the study goes on. Not on one of several ``ranks`` alone."""
-    if ranks is not None and ranks.missing:
-        return
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether ``error`` is of memory. An error of PerfGuard or of Optuna may quote one, and is none."""
     quotes_others = isinstance(error, (UnguardedTrialError, optuna.TrialPruned))
-    if isinstance(error, Exception) and not quotes_others and status_of(error) == "oom":
-        raise optuna.TrialPruned(f"ran out of memory: {error}") from error
+    return isinstance(error, Exception) and not quotes_others and status_of(error) == "oom"
+
+
+def prune_if_ran_out(error: BaseException | None, ranks: Ranks | None = None) -> None:
+    """Turn an error of memory or of the hard time limit into a pruned trial. Not on one of several ``ranks`` alone."""
+    is_oom = ran_out_of_memory(error)
+    if error is not None and (is_oom or isinstance(error, TimeLimitReached)) and not (ranks is not None and ranks.missing):
+        free_memory(error)
+        raise optuna.TrialPruned(f"ran out of memory: {error}" if is_oom else str(error)) from error
 
 
 def _trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
     """The trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
     trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
     return next((trial for trial in trials if trial.number == number), None)
-
-
-def _free_memory() -> None:
-    """Give back what a trial that ran out of memory has left behind."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _rejection_key(study: optuna.Study, names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from perfguard.devices import Device
-    from perfguard.guard import GuardSettings
+    from perfguard_optuna.guard import OptunaSettings
 
 
 class PerfGuardPruner(HyperbandPruner):
@@ -44,11 +44,8 @@ class PerfGuardPruner(HyperbandPruner):
         build: ``build(params) -> Workload``, a function of the hyperparameters. None: ``objective.build`` if there is one.
             Without either, only trials whose objective calls :meth:`trial` with a model are judged.
         inner: Another pruner. It decides during the trial, for instance ``HyperbandPruner()``.
-        within_timeout: whether the study's timeout is a limit. If so, a GuardedStudy prunes a trial that would outlast
-            ``optimize(timeout=...)``.
         guard: An :class:`OptunaGuard` to share. It excludes all other settings but ``inner``.
-        settings: The keyword arguments of :class:`perfguard.Guard`, such as ``memory_budget``, ``time_budget``, ``risk`` and
-            ``log``.
+        settings: The other arguments of :class:`OptunaGuard`, such as ``memory_budget``, ``time_budget``, ``risk`` and ``log``.
 
     Raises:
         ConfigurationError: for an unknown GPU, a budget or a risk that cannot be right.
@@ -61,16 +58,15 @@ class PerfGuardPruner(HyperbandPruner):
         *,
         build: Build | None = None,
         inner: BasePruner | None = None,
-        within_timeout: bool = False,
         guard: OptunaGuard | None = None,
-        **settings: Unpack[GuardSettings],
+        **settings: Unpack[OptunaSettings],
     ) -> None:
         if inner is not None and not isinstance(inner, BasePruner):
             raise ConfigurationError(f"inner must be an Optuna pruner, for instance HyperbandPruner(), but got {inner!r}.")
-        if guard is not None and (settings or build is not None or gpu != "auto" or within_timeout):
+        if guard is not None and (settings or build is not None or gpu != "auto"):
             raise ConfigurationError("Give a guard, or the settings of one, but not both: the guard has its own settings.")
         super().__init__()
-        self.guard = guard or OptunaGuard(gpu, build=build, within_timeout=within_timeout, **settings)
+        self.guard = guard or OptunaGuard(gpu, build=build, **settings)
         self._inner = inner
         self._begun: dict[int, tuple[tuple[str, int], tuple[str, int] | None]] = {}
         """The latest trial of each thread, and the one before it if that was not looked at yet."""
@@ -86,7 +82,7 @@ class PerfGuardPruner(HyperbandPruner):
                 self.guard.report_unjudged(study, trial, self.guard.build)
         except optuna.TrialPruned:
             return True
-        except UnguardedTrialError as error:
+        except (UnguardedTrialError, ConfigurationError) as error:
             if not leads_ranks():
                 raise
             warn_user(str(error), UnguardedTrialWarning)  # the other ranks wait for an answer, and an error would not reach them

@@ -26,11 +26,13 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
     warn_user,
 )
+from perfguard.leftovers import free_memory, warn_of_held_memory
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild
-from perfguard_optuna.attributes import has_verdict
+from perfguard_optuna.attributes import PREFIX, has_verdict
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed
-from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_out_of_memory
+from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -84,9 +86,9 @@ class GuardedStudy(optuna.Study):
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
+        objective = GuardedObjective(func, guard)
         ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
         search = guard.search_of(self, anew=True)
-        objective = GuardedObjective(func, guard)
         objective.begin(self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
@@ -137,6 +139,11 @@ class GuardedObjective:
         self._on_all_ranks = on_all_ranks
         self._objective = objective
         self._build: AnyBuild | None = guard.build or getattr(objective, "build", None)
+        if guard.on_oom == "repair" and self._build is None:
+            raise ConfigurationError(
+                "on_oom='repair' needs build=...: a dry run shows what a trial runs, but not how to change it."
+            )
+        guard.calls_objective = True
         self._captures: ObjectiveBuild | None = None
         self._lock = threading.Lock()
         self.num_launched = 0
@@ -161,9 +168,15 @@ class GuardedObjective:
         """Run one trial. None: that of rank 0.
 
         Raises:
-            optuna.TrialPruned: if it does not fit, or ran out of memory.
+            optuna.TrialPruned: if it does not fit, ran out of memory, or has reached the hard time limit.
+            ConfigurationError: if several ranks run it with a setting that is for one process.
         """
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
+        if self.guard.ends_or_repeats and (ranks is not None or leads_ranks()):
+            raise ConfigurationError(
+                "Leave out on_oom='repair' and hard_time_limit, which are for trials of one process. Of several ranks "
+                "(torch.distributed), one that ends alone leaves the others waiting."
+            )
         if trial is None:
             with GuardedRun(self.guard, None, None, ranks):
                 return self._objective(None)  # type: ignore[arg-type]  # which makes a TorchDistributedTrial of it
@@ -177,10 +190,10 @@ class GuardedObjective:
                 guarded = _GuardedTrial.of(trial, guard, build)
                 if build is self._captures and build is not None:
                     guard.begin(study, guarded, build, keeps_pace=True)
-            value = self._run(guarded)
+            value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded, build))
         except BaseException as error:
             guard.finish(study, error, ranks)
-            prune_if_out_of_memory(error, ranks)
+            prune_if_ran_out(error, ranks)
             raise
         else:
             guard.finish(study, None, ranks)
@@ -189,7 +202,26 @@ class GuardedObjective:
         guard.report_unjudged(study, trial, build)
         return value
 
-    def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
+    def _run(self, trial: _GuardedTrial, build: AnyBuild | None) -> float | Sequence[float]:
+        """Run the objective, and once more with a repair if it ran out of memory (``on_oom="repair"``)."""
+        try:
+            return self._try(trial)
+        except Exception as error:
+            if self.guard.on_oom == "prune" or build is None or not ran_out_of_memory(error):
+                raise
+            with uninterrupted():
+                self.guard.finish(trial.study, error)
+                free_memory(error)
+                if not self.guard.try_again(trial.study, trial, build):
+                    raise
+        # The error is gone, and with it what its frames held.
+        warn_of_held_memory(self.guard.device.memory_bytes)
+        trial.set_user_attr(f"{PREFIX}try", 2)
+        trial._cached_frozen_trial.intermediate_values = {}  # else Optuna would ignore what the second try reports
+        trial._begin()
+        return self._try(trial)
+
+    def _try(self, trial: _GuardedTrial) -> float | Sequence[float]:
         """Run the objective. What could not be raised at a suggestion is raised at its end."""
         try:
             value = self._objective(trial)
@@ -298,7 +330,8 @@ class _GuardedTrial(optuna.Trial):
         if self.kept is not None:
             return
         try:
-            self._guard.begin(self.study, self, self._build, final=final)
+            with uninterrupted():
+                self._guard.begin(self.study, self, self._build, final=final)
         except (optuna.TrialPruned, UnguardedTrialError) as error:
             if not leads_ranks():
                 raise
