@@ -129,35 +129,6 @@ def test_study_ends_where_nothing_fits(name: str, way: str) -> None:
     assert time.monotonic() - started_at < 180
 
 
-def test_rejected_point_is_judged_again_after_learning() -> None:
-    """A guard that was wrong at first must not hold it against a point for ever."""
-
-    class Learns(ReplayPredictor):
-        factor = 100.0
-
-        def predict(self, *arguments: Any, **options: Any) -> Prediction:
-            prediction = super().predict(*arguments, **options)
-            memory = prediction.peak_memory
-            return Prediction(
-                Estimate(memory.median * self.factor, memory.log_sigma), prediction.step_time, None, self.name, "a100-pcie-40gb",
-                trained_on_device=True,
-            )  # fmt: skip
-
-    predictor = Learns()
-    pruner = make_pruner(build=lambda params: build_of(params["width"]), predictor=predictor)
-    study = create_study(pruner=pruner)
-
-    def of_width(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", 1, 4096)
-        predictor.factor = 1.0
-        return float(width)
-
-    for width in (512, 1, 512):
-        study.enqueue_trial({"width": width})
-    study.optimize(of_width, n_trials=3, count="proposed")
-    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE, TrialState.COMPLETE]
-
-
 class Scattering(ReplayPredictor):
     """A step takes what its width says, known to a factor of three (90%)."""
 
@@ -301,29 +272,23 @@ def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatc
     assert not any(isinstance(sampler.inner, PerfGuardSampler) for sampler in samplers if isinstance(sampler, PerfGuardSampler))
 
 
-def test_repeat_rejection_is_judged_again_after_launch() -> None:
-    """Turned down from memory is not judged: the docs promise one more judgement once a trial ran."""
-
-    class Counting(ReplayPredictor):
-        num_judged = 0
-
-        def predict(self, *arguments: Any, **options: Any) -> Prediction:
-            self.num_judged += 1
-            exact = super().predict(*arguments, **options)
-            memory = Estimate(100 * exact.peak_memory.median, 0.01)
-            return Prediction(memory, exact.step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
-
-    predictor = Counting()
+@pytest.mark.parametrize(("learns", "asked", "launched"), [(False, [1, 1, 2, 3, 3], [2]), (True, [1, 1, 2, 3, 4], [2, 3, 4])])
+def test_rejected_point_is_judged_again_once_a_trial_ran(learns: bool, asked: list[int], launched: list[int]) -> None:
+    """A guard that was wrong at first must not hold it against a point for ever, nor judge it again without a reason."""
+    predictor = ReplayPredictor(factor=100.0)
     pruner = make_pruner(build=lambda params: build_of(params["width"]), predictor=predictor)
-    study = create_study(pruner=pruner)
-    judged = []
+    study, judged = create_study(pruner=pruner), []
+
+    def of_width(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 1, 512)
+        predictor.factor = 1.0 if learns else 100.0
+        return float(width)
+
     for width in (512, 512, 1, 512, 512):
         study.enqueue_trial({"width": width})
-    study.optimize(
-        lambda trial: float(trial.suggest_int("width", 1, 512)), n_trials=5, count="proposed",
-        callbacks=[lambda _study, _trial: judged.append(predictor.num_judged)],
-    )  # fmt: skip
-    assert judged == [1, 1, 2, 3, 3]
+    study.optimize(of_width, n_trials=5, count="proposed", callbacks=[lambda *_: judged.append(predictor.num_asked)])
+    assert judged == asked
+    assert [trial.number for trial in study.get_trials(states=(TrialState.COMPLETE,))] == launched
 
 
 @pytest.mark.parametrize(("bad", "good"), [(1, True), (True, 1), (1.0, 1), (None, "None"), ("None", None), ([1], "[1]")])

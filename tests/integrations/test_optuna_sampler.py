@@ -6,7 +6,6 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,13 +229,10 @@ def test_nothing_feasible_ends_a_guarded_study() -> None:
 
 
 def test_study_without_a_sure_trial_suggests_more_risk() -> None:
-    class Unsure(ReplayPredictor):
-        def predict(self, *arguments: Any, **options: Any) -> Any:
-            return replace(super().predict(*arguments, **options), peak_memory=Estimate(0.8 * 2**20, 1.0))
-
+    unsure = ReplayPredictor(memory=Estimate(0.8 * 2**20, 1.0))
     study = create_study(sampler=RandomSampler(seed=0))
     with pytest.warns(NothingFeasibleWarning, match=r"300 proposals in a row may break .*, accept more risk \(risk=0\.5\)"):
-        study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=Unsure(), risk=0.001))
+        study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=unsure, risk=0.001))
 
 
 def test_trial_gets_the_least_bad_after_max_proposals() -> None:

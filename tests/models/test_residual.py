@@ -194,15 +194,6 @@ def test_agreeing_readings_of_a_step_outweigh_its_like(of_the_step: list[float])
 NOWHERE = under_equal_conditions(torch.zeros(0, 3, dtype=torch.float64))
 
 
-def test_a_bound_that_says_nothing_changes_nothing() -> None:
-    x, new = under_equal_conditions(embeddings(8, 0)), under_equal_conditions(embeddings(5, 1))
-    y, out = torch.sin(3 * x.x[:, 0]), under_equal_conditions(embeddings(3, 2))
-    with_bounds = condition(PRIOR, x, y, bounds=Bounds(out, torch.tensor([-20.0, -3.0, -math.inf]).double()))
-    for changed, as_before in zip(with_bounds.at(new), condition(PRIOR, x, y).at(new), strict=True):
-        torch.testing.assert_close(changed, as_before, rtol=1e-4, atol=1e-6)
-    assert with_bounds.left_out().shape == (8,)
-
-
 @pytest.mark.parametrize("least", [-0.5, 0.0, 0.5])
 def test_bound_has_moments_of_a_truncated_normal(least: float) -> None:
     out = under_equal_conditions(embeddings(1, 2))
@@ -228,26 +219,6 @@ def test_many_expected_bounds_equal_sampling() -> None:
     assert len(kept) > 50_000
     assert (mean - kept.mean(0)).abs().max() < 0.04  # of 0.16: the filter is a fifth too cautious
     assert (sigma / (kept.var(0) + GUESS.noise**2).sqrt() - 1).abs().max() < 0.3  # it is a quarter too sure
-
-
-@settings(max_examples=20)
-@given(seeds, st.integers(1, 4), st.floats(-50, 50))
-def test_oom_step_is_expected_above_its_bound(seed: int, num_bounds: int, least: float) -> None:
-    at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
-    out = GPInputs(*(column[8:] for column in at))
-    posterior = condition(GUESS, GPInputs(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number))
-    mean, sigma = posterior.at(at)
-    before = torch.full_like(mean, 0.4)
-    above, own_sigma = posterior.above_bounds(at, mean, sigma, before, 0.5)
-    torch.testing.assert_close(above[:8], mean[:8])
-    torch.testing.assert_close(own_sigma[:8], sigma[:8])
-    assert (above[8:] >= number).all()
-    assert (own_sigma >= sigma).all()
-    if least < -10:
-        torch.testing.assert_close(above, mean)
-    if least > 10:  # more than what others say by far
-        assert (above[8:] > number + 0.39).all()
-        assert (own_sigma[8:] > 0.39).all()
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])

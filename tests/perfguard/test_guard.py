@@ -123,21 +123,6 @@ def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities
     assert set(guard.budget.quantities) == set(quantities)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({}, "needs 8.00 GiB (6.79 GiB to 9.43 GiB), the budget is 10.0 GiB"),
-        ({"memory_budget": "4GiB"}, "needs 8.00 GiB (6.79 GiB to 9.43 GiB), the budget is 4.00 GiB"),
-        ({"time_budget": 10}, "takes 50.0 s (42.4 s to 58.9 s), the budget is 10.0 s"),
-        ({"step_time_budget": 0.1}, "takes 500 ms a step (424 ms to 589 ms), the budget is 100 ms"),
-        ({"cost_budget": 1, "price_per_hour": 360}, "costs $5.00 ($4.24 to $5.89), the budget is $1.00"),
-        ({"memory_budget": "7GiB", "time_budget": 10}, "takes 50.0 s (42.4 s to 58.9 s), the budget is 10.0 s"),
-    ],
-)
-def test_the_reason_names_the_worst_limit_in_words(options: Any, sentence: str, log: MeasurementStore) -> None:
-    assert check(Oracle(), log, **options).reason.startswith(f"{sentence}, exceeded with a chance of ")
-
-
 @pytest.mark.parametrize("budget", [{"time_budget": "1s"}, {"cost_budget": 1, "price_per_hour": 360}])
 def test_guard_does_not_prune_unknown_length(budget: Any, log: MeasurementStore) -> None:
     endless = Workload(WORKLOAD.model, WORKLOAD.inputs, loss=WORKLOAD.loss)

@@ -114,20 +114,13 @@ def test_the_reason_names_the_parts_and_the_budget() -> None:
     ), verdict.reason
 
 
-class Optimist(ReplayPredictor):
-    """Whatever the step, it is sure that a byte is enough."""
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        return replace(super().predict(graph, device, steps=steps), peak_memory=Estimate(1.0, 0.01))
-
-
 def test_lower_bound_overrules_predictor_to_the_byte() -> None:
     """A predictor that contradicts physics is overruled."""
     example = workload(PERCEPTRON, 4096, 64)
     least = LeastMemory.of(trace(example, target=BARE_A100), BARE_A100).num_bytes
+    optimist = ReplayPredictor(memory=Estimate(1.0, 0.01))
     too_little, just_enough = (
-        guard(gpu=BARE_A100, memory_budget=f"{num_bytes}B", predictor=Optimist()).check(example)
-        for num_bytes in (least - 1, least)
+        guard(gpu=BARE_A100, memory_budget=f"{num_bytes}B", predictor=optimist).check(example) for num_bytes in (least - 1, least)
     )
     assert (too_little.action, just_enough.action) == ("prune", "launch")
     assert too_little.reason.startswith("needs at least ")
