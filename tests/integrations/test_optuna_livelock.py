@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
@@ -29,13 +28,13 @@ from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
-from perfguard.rejections import Rejections, Search
+from perfguard.rejections import Search
 from perfguard.workload import WatchedParams
 from perfguard_optuna import PerfGuardSampler, create_study
 from tests.doubles import ReplayPredictor
-from tests.integrations.one_layer import make_pruner
+from tests.integrations.one_layer import QUIET_SAMPLERS, make_pruner
 
-pytestmark = pytest.mark.usefixtures("pretended_gpu")
+pytestmark = [pytest.mark.usefixtures("pretended_gpu"), *QUIET_SAMPLERS]
 
 WIDTHS = [2**k for k in range(3, 13)]
 BATCHES = [8, 32, 128, 1024]
@@ -53,14 +52,6 @@ FITS = {(8, 8), (16, 8)}
 """Two of forty points: 95% does not fit."""
 NUM_TRIALS = 5
 SEARCHES = [*((name, "guarded study") for name in SAMPLERS), *((name, "plain study") for name in ("tpe", "nsga-ii", "grid"))]
-
-
-@pytest.fixture(autouse=True)
-def quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        warnings.filterwarnings("ignore", message="Constraints have been set, but CmaEsSampler")
-        yield
 
 
 def build(params: Mapping[str, Any]) -> Workload:
@@ -246,30 +237,6 @@ def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: py
         study.optimize(of_width, n_trials=2)
     assert len([warning for warning in caught if warning.category is NothingFeasibleWarning]) == 1
     assert len(study.trials) <= most + 1
-
-
-def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that both found a repeat put one wrapper around the other."""
-    any_repeated = Rejections.any_repeated
-
-    def slowly(rejections: Rejections) -> bool:
-        found = any_repeated.__get__(rejections)
-        time.sleep(0.05)  # the other threads look as well
-        return bool(found)
-
-    monkeypatch.setattr(Rejections, "any_repeated", property(slowly))
-    monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=12))
-    samplers = []
-
-    def two_widths(trial: optuna.Trial) -> float:
-        samplers.append(trial.study.sampler)
-        return float(trial.suggest_int("width", 0, 1))
-
-    pruner = make_pruner(build=lambda params: build_of(2**17 + params["width"]))
-    with pytest.warns(NothingFeasibleWarning):
-        create_study(sampler=RandomSampler(seed=0), pruner=pruner).optimize(two_widths, n_trials=4, n_jobs=4)
-    assert len({id(sampler) for sampler in samplers}) <= 2
-    assert not any(isinstance(sampler.inner, PerfGuardSampler) for sampler in samplers if isinstance(sampler, PerfGuardSampler))
 
 
 @pytest.mark.parametrize(("learns", "asked", "launched"), [(False, [1, 1, 2, 3, 3], [2]), (True, [1, 1, 2, 3, 4], [2, 3, 4])])

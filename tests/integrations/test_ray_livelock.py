@@ -96,17 +96,6 @@ def test_clear_end_where_nothing_of_the_space_fits(name: str) -> None:
     assert set(found.values()) == {1}
 
 
-@pytest.mark.parametrize("name", ["optuna", "hyperopt"])
-def test_rejected_choice_is_judged_once(name: str) -> None:
-    widths = [8, *range(2000, 21_000, 1000)]  # one of twenty fits
-    search = PerfGuardSearcher(SEARCHERS[name](), build=build, **OPTIONS)
-    launched, _ = drive(search, {"width": tune.choice(widths)})
-    assert launched == NUM_SAMPLES
-    assert set(rejected(search).values()) == {1}
-    assert perfguard_ray.summarize(search).num_pruned == len(rejected(search)) < len(widths)
-    assert search.ledger.num_repeated > 0
-
-
 class Repeating(Searcher):
     """Proposes the same width for ever."""
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard_models.setting import Setting, timed_as_any
-from perfguard_research.dataset import Run
 
 GPU = resolve_device("rtx3090")
 
@@ -20,17 +19,6 @@ GPU = resolve_device("rtx3090")
 def graph_of(*layers: nn.Module, inputs: tuple[int, ...], **fields: Any) -> OpGraph:
     loss = {"loss": lambda y: y.float().mean()} if fields.get("mode") == "train" else {}
     return trace(Workload(nn.Sequential(*layers), inputs, **{"mode": "infer"} | fields | loss))
-
-
-def run_of(table: str, mode: str, variant: str) -> Run:
-    return Run(table, "", "f", "m", GPU.id, mode, variant, "s", 8, {}, 2**34, True, {})
-
-
-def test_setting_of_perceptron_has_group_and_no_layout() -> None:
-    graph = graph_of(nn.Linear(8, 8), nn.ReLU(), inputs=(2, 8), layout="nhwc", mode="train")
-    setting = Setting.of(graph, GPU)
-    assert setting.is_perceptron
-    assert setting.group == run_of("perceptron", "train", "fp32").group
 
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

@@ -19,7 +19,6 @@ from perfguard.devices import Device
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
-    MeasurementWarning,
     TraceError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
@@ -316,23 +315,6 @@ def test_steps_that_a_dry_run_did_not_see_are_named(log: MeasurementStore) -> No
     guard = Guard(DEVICE, time_budget="1h", predictor=Oracle(), log=log)
     with pytest.warns(UnguardedTrialWarning, match="The dry run did not see them: its batches do not come from a DataLoader"):
         guard.decide(lambda: captured)
-
-
-def test_guard_does_not_learn_from_another_device(own_log: MeasurementStore) -> None:
-    """Finding 1: a smoke test on a laptop ruined the A100's predictions for every later process."""
-    oracle = Oracle()
-    guard = Guard(DEVICE, predictor=oracle, log=own_log)
-    elsewhere = replace(MEASUREMENT, device_id="cpu", device_name="AMD EPYC")
-    with pytest.warns(
-        MeasurementWarning, match="has no Toy 10G; the trial ran on AMD EPYC. Verdicts .* nothing is learnt"
-    ) as caught:
-        guard.learn(guard.decide(lambda: WORKLOAD), elsewhere)
-    assert len(caught) == 1
-    for _ in range(2):  # a second warning would be an error here
-        guard.learn(guard.decide(lambda: WORKLOAD), elsewhere)
-    assert len(oracle.taught) == 1  # at the start, of nothing
-    assert own_log.observations("toy") == own_log.observations("cpu") == []
-    assert [found.status for found in own_log.records()] == ["ok"] * 3
 
 
 def test_median_is_never_below_what_the_step_holds(log: MeasurementStore) -> None:

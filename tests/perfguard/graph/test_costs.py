@@ -63,19 +63,6 @@ def test_flops_by_hand_and_twice_as_many_backward(layer: Callable[[], nn.Module]
     assert matrix_flops(graph, Phase.BACKWARD) == 2 * forward
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (lambda: nn.Linear(8, 16), (32, 8)),
-        (lambda: nn.Conv2d(8, 8, 3, groups=8), (2, 8, 9, 9)),
-        (lambda: nn.ConvTranspose2d(4, 6, 2), (2, 4, 5, 5)),
-    ],
-)
-def test_first_layer_needs_no_input_gradient(layer: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    graph = traced(layer(), shape)
-    assert matrix_flops(graph, Phase.BACKWARD) == matrix_flops(graph, Phase.FORWARD)
-
-
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 def test_attention_flops_are_two_and_five_products(target: Literal["cuda", "cpu"]) -> None:
     """Two products forward, five backward."""

@@ -68,15 +68,6 @@ def test_a_step_of_another_thread_is_not_counted(device: Device) -> None:
     assert measured(run).num_steps == 2
 
 
-def test_the_run_belongs_to_the_thread_that_starts_it(device: Device) -> None:
-    run = Run(device)
-    thread = threading.Thread(target=lambda: [run.start(), make_optimizer().step()])
-    thread.start()
-    thread.join()
-    make_optimizer().step()
-    assert run.finish().num_steps == 1
-
-
 def test_steps_marked_by_hand_replace_the_optimizers(device: Device) -> None:
     optimizer = make_optimizer()
     with Run(device) as run:
