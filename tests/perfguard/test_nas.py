@@ -129,7 +129,7 @@ def test_penalty_is_zero_within_limit(predictor: FlopsPredictor) -> None:
     assert slow.item() > 0
     assert all(logit.grad is not None and logit.grad[0] < 0 < logit.grad[1] for logit in logits)
     assert constraint.penalty([torch.tensor([1.0, 0.0])] * 2, seconds).item() == 0
-    exact = constraint.penalty([torch.tensor([0.0, 1.0])] * 2, seconds, fixed_s=1e-3)
+    exact = constraint.penalty([torch.tensor([0.0, 1.0])] * 2 + [torch.ones(1)], [*seconds, torch.tensor([1e-3])])
     assert exact.item() == pytest.approx(torch.log(torch.tensor(2.7)).item(), rel=1e-5)
 
 
