@@ -22,7 +22,7 @@ from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWa
 from perfguard.record import TrialRecord
 from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
-from perfguard_ray.callback import breaks_budget, metrics_of, status_of_failure
+from perfguard_ray.callback import breaks_budget, measurement_in, metrics_of, status_of_failure
 from perfguard_ray.ledger import Entry, Ledger
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -119,6 +119,22 @@ def test_outside_ray_a_block_is_measured_all_the_same() -> None:
     assert measured_run.measurement is not None
     assert measured_run.measurement.status == "ok"
     assert measured_run.measurement.device_id == "cpu"
+
+
+def test_an_error_takes_the_measurement_along() -> None:
+    def fail() -> None:
+        with perfguard_ray.measure():
+            train_steps({}, 2)
+            raise MemoryError("no more")
+
+    with pytest.raises(MemoryError) as caught:
+        fail()
+    wrapped = RuntimeError("from a worker")
+    wrapped.__cause__ = caught.value
+    measurement = measurement_in(wrapped)
+    assert measurement is not None
+    assert (measurement.status, measurement.num_steps) == ("oom", 2)
+    assert measurement_in(RuntimeError("of somebody else")) is None
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_parse_bytes_refuses_less_than_a_byte() -> None:
         (format_seconds, 150, "2.50 min"),
         (format_seconds, 7560, "2.10 h"),
         (format_joules, 0.0123, "12.3 mJ"),
+        (format_joules, 2100, "2.10 kJ"),
         (format_dollars, 0.00725, "$0.00725"),
         (format_dollars, 12.34, "$12.3"),
         (format_dollars, 1234.4, "$1234"),

@@ -58,6 +58,7 @@ def workload_of(row: MeasuredRow) -> Workload:
     [
         ("torchvision:resnet18", {"num_classes": 10}, IMAGE),
         ("torchvision:googlenet", {}, {"image": [64, 96]}),
+        ("torchvision:regnet_x_400mf", {}, IMAGE),
         ("timm:resnet18", {"num_classes": 10}, IMAGE),
         ("kuangliu:ResNet18", {"num_classes": 10}, {"image": 32}),
         ("hf:BertForSequenceClassification", WORDS, TOKENS),
