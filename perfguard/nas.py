@@ -179,19 +179,17 @@ class LatencyConstraint:
         self,
         weights: Sequence[torch.Tensor],  # shapes: (choices_i,), each adding up to 1
         seconds: Sequence[torch.Tensor],  # shapes: (choices_i,)
-        *,
-        fixed_s: float = 0.0,
     ) -> torch.Tensor:
         """Penalty for a differentiable search: the excess of the expected latency of weighted choices over the limit, as a
         logarithm.
 
-        The penalty is relu(log((fixed + Σᵢ wᵢ · sᵢ) / limit)). It is zero where the limit holds. Elsewhere its gradient points
+        The penalty is relu(log(Σᵢ wᵢ · sᵢ / limit)). It is zero where the limit holds. Elsewhere its gradient points
         to the faster choices (ProxylessNAS, Cai et al. 2019, equation 6, with a threshold).
 
         Args:
             weights: for each layer the probabilities of its choices. A softmax of architecture parameters gives them.
-            seconds: for each layer the seconds of its choices, from :meth:`seconds_of`.
-            fixed_s: seconds of the rest of the network.
+            seconds: for each layer the seconds of its choices, from :meth:`seconds_of`. The rest of the network is a layer of one
+                choice.
 
         Returns:
             A scalar to add to the loss, times a factor of your own.
@@ -201,7 +199,7 @@ class LatencyConstraint:
         limit_s = self.guard.budget.latency_s
         if limit_s is None:
             raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
-        expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum() + fixed_s
+        expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum()
         return torch.relu(torch.log(expected / limit_s))
 
 

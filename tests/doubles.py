@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from perfguard import Device, Estimate, Observation, OpGraph, Prediction, resolve_device
 from perfguard.measure import Reading
@@ -23,19 +24,27 @@ BARE_A100 = replace(resolve_device("a100"), context_bytes=0)
 """An A100 whose driver takes nothing for itself, for budgets of a few KiB: the guard refuses what a context alone exceeds."""
 
 
+STEP_OF_10_MS = Estimate(0.01, 0.01)
+
+
+@dataclass(eq=False)
 class ReplayPredictor:
     """A double: memory is the replay's peak and a step takes 10 ms, both known to 1%. Keeps what it was given to learn from."""
 
-    name = "replay-1"
-
-    def __init__(self) -> None:
-        self.learnt: list[Observation] = []
+    memory: Estimate | None = None
+    """Of every step, in place of the replay's peak."""
+    step_time: Estimate = STEP_OF_10_MS
+    factor: float = 1.0
+    """On the replay's peak."""
+    num_asked: int = 0
+    learnt: list[Observation] = field(default_factory=list)
+    name: ClassVar[str] = "replay-1"
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        step_time = Estimate(0.01, 0.01)
-        total_time = None if steps is None else step_time.scaled(steps)
-        memory = Estimate(float(graph.peak_live_bytes), 0.01)
-        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
+        self.num_asked += 1
+        total_time = None if steps is None else self.step_time.scaled(steps)
+        memory = self.memory or Estimate(self.factor * graph.peak_live_bytes, 0.01)
+        return Prediction(memory, self.step_time, total_time, self.name, device.id, trained_on_device=True)
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         self.learnt = list(observations)

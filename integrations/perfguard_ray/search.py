@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 
+_MOST_CHANGES = 100
+"""Changes in a row that population based training may propose in vain."""
+
+
 class _Guarded:
     """The state of a guarded search, less what the search inside saves by itself, and the guard, which goes with the Tuner."""
 
@@ -397,26 +401,23 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
         >>> PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128]})  # doctest: +SKIP
 
     A trial that takes over the state of another trial also gets its configuration, with changes that no search sees. Here a
-    change that does not fit is logged, and the same configuration is changed again. If ``max_perturbations`` changes do not fit,
-    the trial continues with the unchanged configuration, which runs already. Your ``custom_explore_fn`` is still called.
+    change that does not fit is logged, and the same configuration is changed again. If a hundred changes in a row do not fit, the
+    trial continues with the unchanged configuration, which runs already. Your ``custom_explore_fn`` is still called.
 
     A trial keeps the resources that it had at its start. If a hyperparameter that changes the memory is mutated, give each trial
     a whole device instead of :func:`perfguard_ray.resources`. PB2 is not guarded, and its changes are only logged.
 
     Args:
         search: the PerfGuardVariantGenerator of the run. Tune allows no searcher with population based training.
-        max_perturbations: how many changes in a row may be rejected.
         settings: the arguments of :class:`ray.tune.schedulers.PopulationBasedTraining`.
 
     Raises:
         ConfigurationError: for a ``search`` without a guard.
     """
 
-    def __init__(self, search: Any, *, max_perturbations: int = 100, **settings: Any) -> None:
-        _check_at_least_one("max_perturbations", max_perturbations)
+    def __init__(self, search: Any, **settings: Any) -> None:
         super().__init__(**settings)
         self.ledger = ledger_of(search, who="PerfGuardPopulationBasedTraining")
-        self.max_perturbations = max_perturbations
 
     def on_trial_add(self, tune_controller: TuneController, trial: Trial) -> None:
         missing = sorted(set(self._hyperparam_mutations) - set(trial.config))
@@ -431,7 +432,7 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
         """Overrides what Tune's PB2 overrides, too (Ray 2.3 to 2.60)."""
-        for _ in range(self.max_perturbations):
+        for _ in range(_MOST_CHANGES):
             config, operations = super()._get_new_config(trial, trial_to_clone)
             config.pop(REPAIR_KEY, None)  # that of the other configuration
             entry = self.ledger.judge(config, trial=number_of(trial), trial_id=trial.trial_id)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
+import pytest
 import torch
 from optuna.trial import TrialState
 from torch import nn
@@ -17,6 +18,10 @@ from tests.doubles import BARE_A100, ReplayPredictor
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""
+QUIET_SAMPLERS = [
+    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
+    pytest.mark.filterwarnings("ignore:Constraints have been set, but CmaEsSampler"),
+]
 
 
 def workload(width: int, **fields: Any) -> Workload:

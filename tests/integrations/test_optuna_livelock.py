@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
@@ -29,13 +28,13 @@ from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
-from perfguard.rejections import Rejections, Search
+from perfguard.rejections import Search
 from perfguard.workload import WatchedParams
 from perfguard_optuna import PerfGuardSampler, create_study
 from tests.doubles import ReplayPredictor
-from tests.integrations.one_layer import make_pruner
+from tests.integrations.one_layer import QUIET_SAMPLERS, make_pruner
 
-pytestmark = pytest.mark.usefixtures("pretended_gpu")
+pytestmark = [pytest.mark.usefixtures("pretended_gpu"), *QUIET_SAMPLERS]
 
 WIDTHS = [2**k for k in range(3, 13)]
 BATCHES = [8, 32, 128, 1024]
@@ -53,14 +52,6 @@ FITS = {(8, 8), (16, 8)}
 """Two of forty points: 95% does not fit."""
 NUM_TRIALS = 5
 SEARCHES = [*((name, "guarded study") for name in SAMPLERS), *((name, "plain study") for name in ("tpe", "nsga-ii", "grid"))]
-
-
-@pytest.fixture(autouse=True)
-def quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        warnings.filterwarnings("ignore", message="Constraints have been set, but CmaEsSampler")
-        yield
 
 
 def build(params: Mapping[str, Any]) -> Workload:
@@ -127,35 +118,6 @@ def test_study_ends_where_nothing_fits(name: str, way: str) -> None:
     assert most_repeated(study) <= 2
     assert len(study.trials) <= 2 * len(WIDTHS) * len(BATCHES) + 2
     assert time.monotonic() - started_at < 180
-
-
-def test_rejected_point_is_judged_again_after_learning() -> None:
-    """A guard that was wrong at first must not hold it against a point for ever."""
-
-    class Learns(ReplayPredictor):
-        factor = 100.0
-
-        def predict(self, *arguments: Any, **options: Any) -> Prediction:
-            prediction = super().predict(*arguments, **options)
-            memory = prediction.peak_memory
-            return Prediction(
-                Estimate(memory.median * self.factor, memory.log_sigma), prediction.step_time, None, self.name, "a100-pcie-40gb",
-                trained_on_device=True,
-            )  # fmt: skip
-
-    predictor = Learns()
-    pruner = make_pruner(build=lambda params: build_of(params["width"]), predictor=predictor)
-    study = create_study(pruner=pruner)
-
-    def of_width(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", 1, 4096)
-        predictor.factor = 1.0
-        return float(width)
-
-    for width in (512, 1, 512):
-        study.enqueue_trial({"width": width})
-    study.optimize(of_width, n_trials=3, count="proposed")
-    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE, TrialState.COMPLETE]
 
 
 class Scattering(ReplayPredictor):
@@ -277,53 +239,23 @@ def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: py
     assert len(study.trials) <= most + 1
 
 
-def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that both found a repeat put one wrapper around the other."""
-    any_repeated = Rejections.any_repeated
-
-    def slowly(rejections: Rejections) -> bool:
-        found = any_repeated.__get__(rejections)
-        time.sleep(0.05)  # the other threads look as well
-        return bool(found)
-
-    monkeypatch.setattr(Rejections, "any_repeated", property(slowly))
-    monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=12))
-    samplers = []
-
-    def two_widths(trial: optuna.Trial) -> float:
-        samplers.append(trial.study.sampler)
-        return float(trial.suggest_int("width", 0, 1))
-
-    pruner = make_pruner(build=lambda params: build_of(2**17 + params["width"]))
-    with pytest.warns(NothingFeasibleWarning):
-        create_study(sampler=RandomSampler(seed=0), pruner=pruner).optimize(two_widths, n_trials=4, n_jobs=4)
-    assert len({id(sampler) for sampler in samplers}) <= 2
-    assert not any(isinstance(sampler.inner, PerfGuardSampler) for sampler in samplers if isinstance(sampler, PerfGuardSampler))
-
-
-def test_repeat_rejection_is_judged_again_after_launch() -> None:
-    """Turned down from memory is not judged: the docs promise one more judgement once a trial ran."""
-
-    class Counting(ReplayPredictor):
-        num_judged = 0
-
-        def predict(self, *arguments: Any, **options: Any) -> Prediction:
-            self.num_judged += 1
-            exact = super().predict(*arguments, **options)
-            memory = Estimate(100 * exact.peak_memory.median, 0.01)
-            return Prediction(memory, exact.step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
-
-    predictor = Counting()
+@pytest.mark.parametrize(("learns", "asked", "launched"), [(False, [1, 1, 2, 3, 3], [2]), (True, [1, 1, 2, 3, 4], [2, 3, 4])])
+def test_rejected_point_is_judged_again_once_a_trial_ran(learns: bool, asked: list[int], launched: list[int]) -> None:
+    """A guard that was wrong at first must not hold it against a point for ever, nor judge it again without a reason."""
+    predictor = ReplayPredictor(factor=100.0)
     pruner = make_pruner(build=lambda params: build_of(params["width"]), predictor=predictor)
-    study = create_study(pruner=pruner)
-    judged = []
+    study, judged = create_study(pruner=pruner), []
+
+    def of_width(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 1, 512)
+        predictor.factor = 1.0 if learns else 100.0
+        return float(width)
+
     for width in (512, 512, 1, 512, 512):
         study.enqueue_trial({"width": width})
-    study.optimize(
-        lambda trial: float(trial.suggest_int("width", 1, 512)), n_trials=5, count="proposed",
-        callbacks=[lambda _study, _trial: judged.append(predictor.num_judged)],
-    )  # fmt: skip
-    assert judged == [1, 1, 2, 3, 3]
+    study.optimize(of_width, n_trials=5, count="proposed", callbacks=[lambda *_: judged.append(predictor.num_asked)])
+    assert judged == asked
+    assert [trial.number for trial in study.get_trials(states=(TrialState.COMPLETE,))] == launched
 
 
 @pytest.mark.parametrize(("bad", "good"), [(1, True), (True, 1), (1.0, 1), (None, "None"), ("None", None), ([1], "[1]")])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from optuna.samplers import (
     CmaEsSampler,
     GPSampler,
     NSGAIIISampler,
-    NSGAIISampler,
     PartialFixedSampler,
     QMCSampler,
     RandomSampler,
@@ -33,20 +30,12 @@ from perfguard.verdict import EVEN_CHANCE
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
 from tests.doubles import ReplayPredictor
 from tests.integrations import one_layer
-from tests.integrations.one_layer import COMPLETE, PRUNED
+from tests.integrations.one_layer import COMPLETE, PRUNED, QUIET_SAMPLERS
 
-pytestmark = pytest.mark.usefixtures("pretended_gpu")
+pytestmark = [pytest.mark.usefixtures("pretended_gpu"), *QUIET_SAMPLERS]
 
 GRID = {"width": [8, 256, 4096], "batch": [8, 128, 1024]}
 GRID_THAT_FITS = [(8, 8), (8, 128), (8, 1024), (256, 8), (256, 128)]
-
-
-@pytest.fixture(autouse=True)
-def quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        warnings.filterwarnings("ignore", message="Constraints have been set, but CmaEsSampler")
-        yield
 
 
 def build(params: Mapping[str, Any]) -> Workload:
@@ -186,14 +175,6 @@ def test_enqueued_trial_is_judged_but_not_replaced() -> None:
     assert (large.state, small.state) == (PRUNED, COMPLETE)
 
 
-def test_a_study_with_several_objectives_is_guarded() -> None:
-    pruner = make_pruner()
-    study = create_study(directions=["maximize", "minimize"], sampler=PerfGuardSampler(NSGAIISampler(seed=0), pruner))
-    study.optimize(lambda trial: (float(suggest(trial)[0]), trial.suggest_float("lr", 0, 1)), n_trials=12, pruner=pruner)
-    assert len(completed(study)) == 12
-    assert all(fits(study, trial.params) for trial in completed(study))
-
-
 def test_resumed_study_knows_its_space(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     for _ in range(2):
@@ -230,13 +211,10 @@ def test_nothing_feasible_ends_a_guarded_study() -> None:
 
 
 def test_study_without_a_sure_trial_suggests_more_risk() -> None:
-    class Unsure(ReplayPredictor):
-        def predict(self, *arguments: Any, **options: Any) -> Any:
-            return replace(super().predict(*arguments, **options), peak_memory=Estimate(0.8 * 2**20, 1.0))
-
+    unsure = ReplayPredictor(memory=Estimate(0.8 * 2**20, 1.0))
     study = create_study(sampler=RandomSampler(seed=0))
     with pytest.warns(NothingFeasibleWarning, match=r"300 proposals in a row may break .*, accept more risk \(risk=0\.5\)"):
-        study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=Unsure(), risk=0.001))
+        study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=unsure, risk=0.001))
 
 
 def test_trial_gets_the_least_bad_after_max_proposals() -> None:

@@ -10,7 +10,7 @@ import optuna
 import pytest
 import torch
 from optuna.distributions import FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, MultiObjectiveSamplerTestCase, RelativeSamplerTestCase
 from torch import nn
 
@@ -68,16 +68,6 @@ class TestGP(_GP, BasicSamplerTestCase, RelativeSamplerTestCase, MultiObjectiveS
     @pytest.mark.parametrize("x_distribution", [FloatDistribution(1e-7, 1.0, log=True)])
     def test_sample_relative_mixed(self, sampler: Any, x_distribution: Any) -> None:
         super().test_sample_relative_mixed(sampler, x_distribution)
-
-
-class _NSGAII:
-    @pytest.fixture
-    def sampler(self) -> Callable[[], BaseSampler]:
-        return guarded(NSGAIISampler)
-
-
-class TestNSGAII(_NSGAII, BasicSamplerTestCase, MultiObjectiveSamplerTestCase):
-    pass
 
 
 class _Random:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -205,14 +204,3 @@ def test_mocked_plain_study_reaches_its_trials(tmp_path: Path) -> None:
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 20
     MeasurementStore(log).close()
     assert verdicts("cpu", log) == fresh
-
-
-def test_honest_cpu_study_is_not_warned_about() -> None:
-    """An honest study on the processor is measured, learnt from and not warned about."""
-    guard = OptunaGuard("cpu", log=False, predictor=unlearnt())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MeasurementWarning)
-        study = run_inline(guard, trials=3)
-    assert all("perfguard:time_measured_s" in trial.user_attrs for trial in study.trials)
-    assert len(guard.log.observations("cpu")) == 3
-    guard.log.close()

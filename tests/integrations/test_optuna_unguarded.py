@@ -231,23 +231,10 @@ def test_stopping_a_watched_study_stops_it() -> None:
     assert len(study.trials) == 3
 
 
-@pytest.mark.parametrize("new_study", [optuna.create_study, create_study])
-def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]) -> None:
-    """A typo left the whole study unguarded, and the warning did not name the key."""
-    study = new_study(pruner=make_pruner(build=typo))
-    with pytest.warns(UnguardedTrialWarning) as caught:
-        study.optimize(asks, n_trials=1)
-    (warning,) = unguarded(caught)
-    assert "reads 'widht' (did you mean 'width'?), which the trial has not suggested" in str(warning.message)
-    study.optimize(asks, n_trials=4)
-    summary = summarize(study)
-    assert (summary.num_launched, summary.num_unguarded) == (5, 5)
-    assert "'widht'" in summary.why_unguarded
-
-
 @pytest.mark.parametrize(
     ("faulty", "words"),
     [
+        (typo, r"reads 'widht' \(did you mean 'width'\?\), which the trial has not suggested"),
         (attribute_typo, r"has no attribute 'width' \(parameters are items: params\['width'\]\)"),
         (
             lambda trial: build({"width": trial.suggest_int("width", 1, 2)}),

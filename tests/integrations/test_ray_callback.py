@@ -17,7 +17,7 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from torch import nn
 
 import perfguard_ray
-from perfguard import Device, Estimate, Guard, MeasurementStore, OpGraph, Prediction, Workload
+from perfguard import Estimate, Guard, MeasurementStore, Workload
 from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.record import TrialRecord
 from perfguard.verdict import Decision, Verdict
@@ -29,17 +29,9 @@ from tests.doubles import BARE_A100, ReplayPredictor
 MIB = 2**20
 
 
-class RoughPredictor(ReplayPredictor):
-    """A double for trials that really run: their process grows by about a MiB and a step takes about 1 ms, give or take much.
-
-    A reading far from a sure prediction would not be believed, and not be learnt.
-    """
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        step_time = Estimate(0.001, 1.0)
-        memory = Estimate(float(graph.peak_live_bytes + MIB), 2.0)
-        total_time = None if steps is None else step_time.scaled(steps)
-        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
+def rough_predictor() -> ReplayPredictor:
+    """For trials that really run: a reading far from a sure prediction would not be believed, and not be learnt."""
+    return ReplayPredictor(memory=Estimate(1.1 * MIB, 2.0), step_time=Estimate(0.001, 1.0))
 
 
 def build(config: Mapping[str, Any]) -> Workload:
@@ -76,7 +68,7 @@ def train(config: dict[str, Any]) -> dict[str, float] | None:
 
 def run(folder: Path, trainable: Any, space: Mapping[str, Any], *, num_samples: int = 1, **options: Any) -> Any:
     """Runs ``trainable`` guarded; returns Tune's results, the rows of the log and the predictor."""
-    predictor = RoughPredictor()
+    predictor = rough_predictor()
     guard_options = {name: options.pop(name) for name in ("time_budget", "gpu") if name in options}
     search = PerfGuardVariantGenerator(
         build=build, predictor=predictor, log=str(folder / "log.db"), **{"gpu": "cpu", **guard_options}
@@ -172,7 +164,7 @@ def stub(trial_id: str, config: Mapping[str, Any], *, tag: str = "0", checkpoint
 
 
 def guarded(**options: Any) -> PerfGuardVariantGenerator:
-    settings = {"gpu": "a100", "build": build, "predictor": RoughPredictor(), "log": False}
+    settings = {"gpu": "a100", "build": build, "predictor": rough_predictor(), "log": False}
     return PerfGuardVariantGenerator(**{**settings, **options})
 
 
@@ -550,7 +542,7 @@ def test_pbt_mutates_until_it_fits() -> None:
 def test_pbt_keeps_running_config_where_nothing_fits() -> None:
     """Where no change fits, the configuration that already runs is taken over."""
     search = guarded_batches()
-    scheduler = population(search, [1024, 2048], max_perturbations=30)
+    scheduler = population(search, [1024, 2048])
     config = {"batch_size": 128, "lr": 0.1}
     assert change(scheduler, config) == config
     assert len(search.ledger.records()) == 2, "what was rejected is not judged again, whatever the learning rate"
@@ -581,8 +573,6 @@ def test_restored_run_shares_one_ledger() -> None:
 def test_pbt_with_unguarded_search_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="PerfGuardPopulationBasedTraining takes the PerfGuardSearcher"):
         PerfGuardPopulationBasedTraining(None, hyperparam_mutations={"lr": [0.1]})
-    with pytest.raises(ConfigurationError, match="max_perturbations must be at least 1"):
-        population(guarded_batches(), [64], max_perturbations=0)
 
 
 @pytest.mark.slow

@@ -277,27 +277,6 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
     assert perfguard_ray.summarize(search).num_measured == 0
 
 
-def build_rounded(config: Mapping[str, Any]) -> Workload:
-    return build({"width": round(config["width"])})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
-def test_bayesopt_leaves_its_random_phase(tmp_path: Path) -> None:
-    """First proposals that do not fit must not hold BayesOpt in its random phase."""
-    pytest.importorskip("bayes_opt", reason="bayesian-optimization 1.4 is not installed")
-    from ray.tune.search.bayesopt import BayesOptSearch
-
-    searcher: Any = BayesOptSearch(random_search_steps=5, random_state=0, patience=50)
-    search = guarded(searcher, build=build_rounded)
-    results = make_tuner(search, tmp_path, {"width": tune.uniform(1, 3000)}, 8).fit()
-    assert results.num_errors == 0
-    assert len(results) == 8
-    assert perfguard_ray.summarize(search).num_pruned > 0
-    num_proposed = len(search.ledger.guard.log.records()) + search.ledger.num_repeated
-    assert len(searcher.optimizer.res) == num_proposed > 8, "each has a result"
-
-
 def train_repaired(config: dict[str, Any]) -> None:
     """Trains with what the guard says, and reports which batch it used."""
     repair = perfguard_ray.repair_of(config)
@@ -333,16 +312,6 @@ def test_repair_reaches_training_function_and_log(kind: str, tmp_path: Path) -> 
     logged = {row.params["width"]: row for row in search.ledger.records()}
     assert {width: row.in_words for width, row in logged.items()} == {256: "repaired", SMALL: "launched"}
     assert f"micro-batch {metrics[256]['batch_size']} accumulated {metrics[256]['passes']} times" in logged[256].reason
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
-def test_grid_points_that_do_not_fit_are_counted(tmp_path: Path) -> None:
-    search = guarded_generator()
-    with pytest.warns(NothingFeasibleWarning, match="2 of 4 points were left out.*under 'run'"):
-        results = make_tuner(search, tmp_path, {"width": tune.grid_search([SMALL, LARGE, 16, 2048])}, 1).fit()
-    assert widths_of(results) == [SMALL, 16]
-    assert {row.study for row in search.ledger.records()} == {"run"}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,13 +68,6 @@ def test_edges_are_the_tensors_of_the_step() -> None:
     assert (view["tensor_x"][:, column] * view["tensor_count"]).sum() == pytest.approx(sum(crosses), rel=1e-2)
 
 
-def test_weights_of_edges_make_a_mean() -> None:
-    learner, _ = network_of(2)
-    packed = learner.pack([step_of(convolutional(depth)) for depth in (1, 3)])
-    total = torch.zeros(len(packed.name)).index_add(0, packed.edge_index[1], packed.edge_weight)
-    torch.testing.assert_close(total[packed.edge_index[1]], torch.ones(packed.edge_index.shape[1]))
-
-
 def test_neighbours_change_the_inefficiency_within_the_bound() -> None:
     learner, network = network_of(2)
     packed = learner.pack([step_of(convolutional(3))])
@@ -87,19 +79,3 @@ def test_neighbours_change_the_inefficiency_within_the_bound() -> None:
     assert not torch.allclose(with_messages, without, rtol=1e-3)
     difference = (with_messages / alone).log().abs()
     assert 0.01 < float(difference.max()) <= 2 * network.bound + 1e-4  # of both around the middle
-
-
-def test_without_rounds_each_operator_is_alone() -> None:
-    learner, network = network_of(0)
-    packed = learner.pack([step_of(convolutional(2))])
-    other = packed._replace(edge_attr=packed.edge_attr + 1, edge_weight=2 * packed.edge_weight)
-    with torch.inference_mode():
-        torch.testing.assert_close(network(packed).device_s, network(other).device_s)
-
-
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_network_without_tensors_between_operators_has_a_time(rounds: int) -> None:
-    graph = trace(Workload(nn.ReLU(), (2, 3), mode="infer"))
-    assert not graph.edges.shape[1]
-    learner, _ = network_of(rounds)
-    assert np.isfinite(learner.log_step_s([step_of(graph)])).all()

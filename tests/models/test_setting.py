@@ -12,7 +12,6 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard_models.setting import Setting, timed_as_any
-from perfguard_research.dataset import Run
 
 GPU = resolve_device("rtx3090")
 
@@ -20,32 +19,6 @@ GPU = resolve_device("rtx3090")
 def graph_of(*layers: nn.Module, inputs: tuple[int, ...], **fields: Any) -> OpGraph:
     loss = {"loss": lambda y: y.float().mean()} if fields.get("mode") == "train" else {}
     return trace(Workload(nn.Sequential(*layers), inputs, **{"mode": "infer"} | fields | loss))
-
-
-def run_of(table: str, mode: str, variant: str) -> Run:
-    return Run(table, "", "f", "m", GPU.id, mode, variant, "s", 8, {}, 2**34, True, {})
-
-
-@pytest.mark.parametrize(
-    ("fields", "variant"),
-    [
-        ({"mode": "train", "precision": "amp-fp16", "layout": "nhwc"}, "amp-fp16 nhwc"),
-        ({"mode": "infer", "compiled": True}, "fp32 nchw compiled"),
-        ({"mode": "train"}, "fp32 nchw"),
-    ],
-)
-def test_setting_of_convolutions_has_measured_group(fields: dict[str, Any], variant: str) -> None:
-    # If a graph and the row of a table that measured it fell into two groups, the interval would be another network's.
-    with torch.device("meta"):
-        graph = graph_of(nn.Conv2d(3, 8, 3), nn.ReLU(), inputs=(2, 3, 8, 8), **fields)
-    assert Setting.of(graph, GPU).group == run_of("workload", fields["mode"], variant).group
-
-
-def test_setting_of_perceptron_has_group_and_no_layout() -> None:
-    graph = graph_of(nn.Linear(8, 8), nn.ReLU(), inputs=(2, 8), layout="nhwc", mode="train")
-    setting = Setting.of(graph, GPU)
-    assert setting.is_perceptron
-    assert setting.group == run_of("perceptron", "train", "fp32").group
 
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

@@ -86,14 +86,6 @@ def test_slow_host_slows_small_steps_and_hardly_large_ones(network: str, card: s
         assert fast_device <= usual <= slow_device
 
 
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("batch", [2, 512])
-def test_batch_on_the_device_is_not_slower(network: str, card: str, batch: int) -> None:
-    on_host, on_device = (log_step_s(graph_of(network, batch=batch, batch_on=place), card)[0] for place in ("host", "device"))
-    assert on_device < on_host
-
-
 # The computation
 
 
@@ -131,16 +123,6 @@ def test_step_on_cpu_takes_the_sum_of_all_times(smooth: bool) -> None:
     assert found.tolist() == pytest.approx(expected)
     path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
     assert path.total_s.tolist() == pytest.approx(clocks.log_step_s(is_launch, torch.zeros(2)).exp().tolist())
-
-
-def test_smooth_step_time_is_near_and_above() -> None:
-    random = np.random.default_rng(0)
-    times = [(10.0 ** random.uniform(-6, -3, size=length)).tolist() for length in (1, 20, 200)]
-    clocks, is_launch = clocks_of(times, times[:])
-    hard, smooth = (clocks.log_step_s(is_launch, torch.zeros(2), smooth=smooth) for smooth in (False, True))
-    assert (smooth >= hard - 1e-6).all()
-    assert (smooth - hard).max() < 0.12  # 0.02 log(200)
-    assert float(smooth[0]) == pytest.approx(float(hard[0]), abs=1e-6)  # of one launch there is one path
 
 
 def test_step_in_a_batch_equals_step_alone() -> None:
@@ -187,10 +169,3 @@ def test_longest_path_adds_up_to_the_step_time(network: str, card: str, batch: i
     assert not path.device_s[0, :turn].any()
     assert (path.host_s[0, : turn + 1] > 0).all()
     assert (path.device_s[0, turn:] > 0).all()
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_small_step_waits_for_the_host_and_large_step_for_the_device(network: str) -> None:
-    for batch, waits_for_host in ((1, True), (8192, False)):
-        _, _, path = shipped().clocks([step_of(graph_of(network, batch=batch), "a100")])
-        assert (path.host_s.sum() > path.device_s.sum()) == waits_for_host

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfguard.budget import Budget, Limit
+from perfguard.budget import Budget
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction
@@ -19,23 +19,6 @@ PREDICTION = Prediction(Estimate(8 * GIB, 0.1), Estimate(0.5, 0.2), Estimate(500
 @pytest.fixture
 def device() -> Device:
     return resolve_device("a100").with_memory(10 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("memory", "num_bytes", "fraction"),
-    [
-        (None, None, None),
-        ("38GiB", 38 * GIB, None),
-        (2**20, 2**20, None),
-        ("40B", 40, None),
-        (2.0 * GIB, 2 * GIB, None),
-        (0.9, None, 0.9),
-        (1.0, None, 1.0),
-    ],
-)
-def test_memory_is_bytes_or_a_fraction(memory: int | float | str | None, num_bytes: int | None, fraction: float | None) -> None:
-    budget = Budget.parse(memory=memory)
-    assert (budget.memory_bytes, budget.memory_fraction) == (num_bytes, fraction)
 
 
 @pytest.mark.parametrize(
@@ -63,20 +46,6 @@ def test_a_budget_that_cannot_be_right_is_named(budget: dict[str, int | float | 
 @pytest.mark.parametrize(("memory", "capacity"), [(None, 10 * GIB), ("4GiB", 4 * GIB), ("40GiB", 10 * GIB), (0.5, 5 * GIB)])
 def test_capacity_is_never_more_than_device_has(device: Device, memory: float | str | None, capacity: int) -> None:
     assert Budget.parse(memory).capacity_bytes(device) == capacity
-
-
-@pytest.mark.parametrize(
-    ("median", "risk", "margin"),
-    [
-        (100.0, 0.5, 0.0),
-        (100.0, 0.05, 0.1 * 1.6449),
-        (100.0, 0.95, -0.1 * 1.6449),
-        (200.0, 0.5, math.log(2)),
-        (50.0, 0.05, -math.log(2) + 0.1 * 1.6449),
-    ],
-)
-def test_margin_is_log_of_quantile_over_limit(median: float, risk: float, margin: float) -> None:
-    assert Limit("time", 100.0, Estimate(median, 0.1)).margin(risk) == pytest.approx(margin, abs=1e-4)
 
 
 def quantities(budget: Budget, device: Device, **options: float | int | bool) -> list[str]:

@@ -112,30 +112,6 @@ def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Pat
         assert beside(data_folder) == []
 
 
-@pytest.mark.slow
-def test_server_away_for_a_while_loses_nothing(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
-    """Trials wait for a small part of the time only."""
-
-    def run_on(store: MeasurementStore, seconds: float) -> list[float]:
-        """Seconds that each trial's two rows took."""
-        waits: list[float] = []
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            begun = time.monotonic()
-            store.record_measurement(record(store, len(waits), graph=graph, device=DEVICE), MEASUREMENT)
-            waits.append(time.monotonic() - begun)
-            time.sleep(0.2)
-        return waits
-
-    with MeasurementStore(postgres.new_database()) as store:
-        with away(postgres), pytest.warns(LogWarning, match="cannot be used now"):
-            waits = run_on(store, 12)
-        assert sum(waits) < 4
-        store.flush()
-        assert [trial.number for trial in store.records()] == list(range(len(waits)))
-        assert beside(data_folder) == []
-
-
 def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder: Path) -> None:
     """Another process delivers them."""
     url = postgres.new_database()

@@ -12,7 +12,6 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from perfguard import Workload, predict, resolve_device, trace
-from perfguard.devices import mig_instance, mig_profiles, mps_share
 from perfguard.exceptions import ConfigurationError, WorkloadError
 from perfguard.onnx import graph_from_onnx
 from perfguard.predictor import most_energy
@@ -70,15 +69,6 @@ def test_predict_infers_unless_workload_trains() -> None:
         workload = Workload(nn.Linear(64, 10), (32, 64), loss=lambda output: output.sum())
     training, inference = predict(workload, gpu="t4"), predict(workload, gpu="t4", mode="infer")
     assert training.step_time.median > inference.step_time.median
-
-
-def test_a_part_of_a_gpu_is_a_device_like_any_other(linear: Path) -> None:
-    a100 = resolve_device("a100")
-    part = mig_instance(a100, mig_profiles(a100)[0])
-    assert predict(linear, gpu=part, batch_size=8).device_id == "a100-pcie-40gb:1g.5gb"
-    big = graph_from_onnx(linear, batch_size=2**22)
-    whole, half = (predict(big, gpu=device).step_time.median for device in (a100, mps_share(a100, 0.1)))
-    assert half > whole
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from perfguard.budget import Limit
 from perfguard.predictor import Estimate, Prediction
-from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, verdict_from
+from perfguard.record import TrialRecord
 from perfguard.repair import Repair
 from perfguard.verdict import Verdict, chance_in_words
 
@@ -52,21 +51,6 @@ VERDICTS = {
     "launched all the same": Verdict(action="launch", predicted=verdict(20.0).predicted, limits=verdict(20.0).limits),
     "unguarded": Verdict(action="launch", unjudged="ValueError: no batches"),
 }
-
-
-@pytest.mark.parametrize("name", VERDICTS)
-def test_a_verdict_survives_its_columns(name: str) -> None:
-    before = VERDICTS[name]
-    columns = columns_of(before)
-    assert columns.keys() <= VERDICT_COLUMNS.keys()
-    assert all(isinstance(value, (VERDICT_COLUMNS[key], int)) for key, value in columns.items())
-    after = verdict_from(json.loads(json.dumps(columns)))
-    assert after is not None
-    assert (after.action, after.reason, after.repair) == (before.action, before.reason, before.repair)
-    assert after.margins == pytest.approx(dict(before.margins))
-    assert after.predicted.keys() == before.predicted.keys()
-    for quantity, estimate in before.predicted.items():
-        assert after.predicted[quantity].log_sigma == pytest.approx(estimate.log_sigma)
 
 
 @pytest.mark.parametrize(

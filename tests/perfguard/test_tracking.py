@@ -37,18 +37,6 @@ def test_mlflow(tmp_path: Path) -> None:
     assert run.data.tags["perfguard/verdict"] == "launched"
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = Tracker("tensorboard", log_dir=str(tmp_path))
-    tracker.write("trial 0", RAN)
-    tracker.write("trial 1", RAN)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [event.value for event in events.Scalars("perfguard/time_measured_s")] == [80.0, 80.0]
-
-
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

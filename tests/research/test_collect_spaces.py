@@ -12,7 +12,7 @@ import pytest
 from perfguard import resolve_device
 from perfguard.devices import Device
 from perfguard.graph import OpGraph, TraceCache
-from perfguard_research.collect.loop import COLUMNS, batch_at, planned
+from perfguard_research.collect.loop import COLUMNS, planned
 from perfguard_research.collect.spaces import SPACES, Draft, Space, drafts, import_libraries
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow
@@ -89,11 +89,6 @@ def test_each_draft_can_be_traced_and_is_written_in_columns_of_the_table() -> No
         assert graph.mode == draft.row.mode
         assert graph.peak_live_bytes > 0
         assert set(draft.columns) < set(COLUMNS)
-
-
-def test_batch_at_clamps_cost_never_reached() -> None:
-    assert batch_at(1.0, lambda batch_size: 10.0 * batch_size) == 2
-    assert batch_at(1e9, lambda batch_size: 7.0) == 2**20
 
 
 def test_a_plan_takes_the_wanted_share_of_the_memory() -> None:

@@ -16,7 +16,6 @@ from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.setting import Setting
 from perfguard_research import dataset as module
 from perfguard_research.dataset import Dataset, Run, dataset_of, folds
-from perfguard_research.memory_forest import bracketed
 from perfguard_research.papers.layers import FEATURE_SETS
 from tests import zoo
 from tests.rows import write
@@ -194,13 +193,3 @@ def test_many_kernels_of_a_card_do_not_fill_a_fold() -> None:
     made = folds(steps + kernels, "gpu")
     assert [sum(index < len(steps) for index in fold.judge) for fold in made] == [20] * 5
     assert len(folds(kernels + [one._replace(table="operator") for one in steps], "gpu")) == 5  # a table of nothing else
-
-
-@needs_timm
-def test_card_is_bracketed_by_fit_and_failing_batch(dataset: Dataset) -> None:
-    runs: list[Run] = dataset.runs
-    (failed,) = [index for index, run in enumerate(runs) if not run.fits]
-    ok, also_failed = bracketed(runs)[runs[failed].gpu, runs[failed].structure]
-    assert also_failed == failed
-    assert ok is not None
-    assert (runs[ok].batch_size, runs[failed].batch_size) == (4096, 8192)

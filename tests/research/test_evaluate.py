@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from perfguard.cli import main
-from perfguard.devices import Device
 from perfguard.exceptions import TableError
-from perfguard.graph import OpGraph
-from perfguard.predictor import Estimate, Prediction
+from perfguard.predictor import Estimate
 from perfguard_research import networks
 from perfguard_research.csv_rows import read_table
 from perfguard_research.evaluate import evaluate, predicted_columns, report
+from tests.doubles import ReplayPredictor
 from tests.rows import write
 
 ROW = {
@@ -58,16 +57,8 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-class Fixed:
-    """Predicts a gibibyte and ten milliseconds for everything."""
-
-    name = "fixed-1"
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        return Prediction(Estimate(2.0**30, 0.1), Estimate(0.01, 0.1), None, self.name, device.id, True)
-
-    def fine_tune(self, observations: Any) -> None:
-        """Learns nothing."""
+FIXED = ReplayPredictor(memory=Estimate(2.0**30, 0.1), step_time=Estimate(0.01, 0.1))
+"""Predicts a gibibyte and ten milliseconds for everything."""
 
 
 def rows_of(*changes: Mapping[str, str]) -> list[dict[str, str]]:
@@ -94,7 +85,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, content: bytes) -> 
 @pytest.mark.usefixtures("_tiny")
 def test_row_that_cannot_be_done_has_an_error() -> None:
     rows = rows_of({}, {"gpu": "a1000"}, {"model": "unknown"}, {"batch_size": "x"}, {"img_size": "1"}, {"batch_size": "4"})
-    results = evaluate(COLUMNS, rows, "table.csv", Fixed())
+    results = evaluate(COLUMNS, rows, "table.csv", FIXED)
     assert [bool(result.error) for result in results] == [False, True, True, True, True, False]
     for result in results:
         assert set(result.columns()) >= ({"error"} if result.error else set(PREDICTED))
@@ -103,7 +94,7 @@ def test_row_that_cannot_be_done_has_an_error() -> None:
 
 
 def test_rows_of_one_network_make_it_once(_tiny: list[str]) -> None:  # noqa: PT019
-    evaluate(COLUMNS, rows_of(*({"batch_size": str(n)} for n in (2, 64, 8, 16, 4, 32))), "table.csv", Fixed())
+    evaluate(COLUMNS, rows_of(*({"batch_size": str(n)} for n in (2, 64, 8, 16, 4, 32))), "table.csv", FIXED)
     assert _tiny == ["tiny"]
 
 
@@ -115,7 +106,7 @@ def test_the_report_by_hand() -> None:
         {"peak_memory_mib": "50000", "status": "oom"},
         {"mode": "infer", "gpu": "rtx3090", "peak_memory_mib": "", "step_time_ms": "8"},
     )
-    infer, train = report(evaluate(COLUMNS, rows, "table.csv", Fixed()))
+    infer, train = report(evaluate(COLUMNS, rows, "table.csv", FIXED))
     assert (infer["mode"], infer["memory"], infer["oom_caught"]) == ("infer", None, None)
     assert infer["time"]["mean"] == pytest.approx(0.25)
     assert train["memory"] == {"rows": 2, "mean": 0.5, "median": 0.5, "p90": 1.0, "coverage": 0.5}

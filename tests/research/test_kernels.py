@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,16 +12,31 @@ from torch import nn
 
 from perfguard import Workload, trace
 from perfguard.devices import resolve_device
+from perfguard.exceptions import PredictorError
 from perfguard_research.fusion import kernels
 from perfguard_research.fusion.network import read_fusion_model
-from tests.weights import check_damaged_weights_are_refused
 
 WEIGHTS = Path(kernels.__file__).parents[1] / "weights"
 
 
 @pytest.mark.parametrize(("name", "read"), [("kernels", kernels.read_kernel_model), ("fusion", read_fusion_model)])
 def test_weights_refuse_damage_and_exchange(name: str, read: Callable[..., object], tmp_path: Path) -> None:
-    check_damaged_weights_are_refused(WEIGHTS, name, read, tmp_path)
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(WEIGHTS / f"{name}{suffix}", tmp_path / f"{name}{suffix}")
+    tensors, card = tmp_path / f"{name}.safetensors", tmp_path / f"{name}.json"
+    read(tensors, card)
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(bytes(data))
+    with pytest.raises(PredictorError, match="do not match the hash in their card"):
+        read(tensors, card)
+    document = json.loads(card.read_text(encoding="utf-8"))
+    card.write_text(json.dumps(document | {"format": 99}), encoding="utf-8")
+    with pytest.raises(PredictorError, match="another version of PerfGuard"):
+        read(tensors, card)
+    tensors.unlink()
+    with pytest.raises(PredictorError, match="cannot be read"):
+        read(tensors, card)
 
 
 def test_kernel_names_drop_template_and_architecture() -> None:

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphSizeNorm
 
 from perfguard.exceptions import PredictorError
@@ -40,19 +41,11 @@ SIZES = ("log_input", "log_output", "log_weights", "log_flops", "readers", "writ
 _HIDDEN = 64
 
 
-class Edges(NamedTuple):
-    """Input of the network for one graph: n operators, m edges."""
+def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Data:
+    """``graph``, of n operators, for the network. ``names`` has those with an embedding of their own; 0 stands for all others.
 
-    sizes: torch.Tensor  # shape: (n, len(SIZES))
-    kind: torch.Tensor  # shape: (n,)
-    name: torch.Tensor  # shape: (n,)
-    compiler: torch.Tensor  # shape: (n,)
-    edge_index: torch.Tensor  # shape: (2, m)
-    graph: torch.Tensor  # shape: (n,), which graph of a batch
-
-
-def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Edges:
-    """``graph`` for the network. ``names`` has the operators with an embedding of their own; 0 stands for all others."""
+    It has ``sizes`` (n, len(SIZES)), ``kind``, ``name`` and ``compiler`` (n,), and ``edge_index`` (2, num_edges).
+    """
     source, sink = graph.edges
     number = len(graph.ops)
     readers, writers = np.bincount(source, minlength=number), np.bincount(sink, minlength=number)
@@ -75,23 +68,14 @@ def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Edges:
                 math.log1p(shape[min(1, len(shape) - 1)]) / 4,
             ]
         )
-    return Edges(
-        torch.tensor(rows, dtype=torch.float32).reshape(number, len(SIZES)),
-        torch.tensor([KIND_INDEX[op.kind] for op in graph.ops], dtype=torch.long),
-        torch.tensor([names.get(op.name.rstrip("_"), 0) for op in graph.ops], dtype=torch.long),
-        torch.full((number,), compiler, dtype=torch.long),
-        torch.from_numpy(graph.edges),
-        torch.zeros(number, dtype=torch.long),
+    return Data(
+        sizes=torch.tensor(rows, dtype=torch.float32).reshape(number, len(SIZES)),
+        kind=torch.tensor([KIND_INDEX[op.kind] for op in graph.ops], dtype=torch.long),
+        name=torch.tensor([names.get(op.name.rstrip("_"), 0) for op in graph.ops], dtype=torch.long),
+        compiler=torch.full((number,), compiler, dtype=torch.long),
+        edge_index=torch.from_numpy(graph.edges),
+        num_nodes=number,
     )
-
-
-def joined(parts: Sequence[Edges]) -> Edges:
-    """Several graphs as one that is not connected."""
-    starts = np.cumsum([0, *(len(part.kind) for part in parts)])
-    sizes, kind, name, compiler = (torch.cat(list(column)) for column in list(zip(*parts, strict=True))[:4])
-    edge_index = torch.cat([part.edge_index + int(start) for part, start in zip(parts, starts, strict=False)], dim=1)
-    graph = torch.cat([torch.full((len(part.kind),), at) for at, part in enumerate(parts)])
-    return Edges(sizes, kind, name, compiler, edge_index, graph)
 
 
 class EdgeClassifier(nn.Module):
@@ -116,13 +100,13 @@ class EdgeClassifier(nn.Module):
         self.lstm = nn.LSTM(2 * hidden, hidden, batch_first=True)
         self.out = nn.Linear(hidden, 1)
 
-    def forward(self, edges: Edges) -> torch.Tensor:
+    def forward(self, edges: Data) -> torch.Tensor:
         """The logit of fusion for each edge. Shape: (m,)."""
         kind = nn.functional.one_hot(edges.kind, len(OP_KINDS)).float()
         x = torch.cat([edges.sizes, kind, self.name(edges.name), self.compiler(edges.compiler)], dim=1)
         own = torch.relu(self.own(x))
         around = torch.cat([self.before(x, edges.edge_index), self.after(x, edges.edge_index.flip(0))], dim=1)
-        around = torch.relu(self.norm(around, edges.graph) * self.scale)
+        around = torch.relu(self.norm(around, edges.batch) * self.scale)
         state = torch.cat([own, around], dim=1)
         pairs = state[edges.edge_index.T]  # shape: (m, 2, 2 * hidden)
         _, (last, _) = self.lstm(pairs)

@@ -23,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch_geometric.data import Batch
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.weight_files import write_pair
 from perfguard_research.fusion.labels import LabelledGraph, read_labels
-from perfguard_research.fusion.network import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of, joined
+from perfguard_research.fusion.network import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of
 
 _FOLDS = 5
 _HIDDEN = 64
@@ -80,7 +81,7 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
         rng.shuffle(order)
         for chosen in _batches(labels, order):
             wanted = torch.cat([labels[at] for at in chosen])
-            logits = network(joined([parts[at] for at in chosen]))
+            logits = network(Batch.from_data_list([parts[at] for at in chosen]))
             loss = nn.functional.binary_cross_entropy_with_logits(logits[wanted >= 0], wanted[wanted >= 0].float())
             optimizer.zero_grad()
             loss.backward()

@@ -58,11 +58,7 @@ def trials(capsys: pytest.CaptureFixture[str], *words: object) -> list[int]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--study", "s[1]"], [0, 1, 2]),
-        (["--device", "toy"], [0, 1, 2]),
-        (["--device", "a100"], []),
-        (["--host", "node-7"], [0, 1, 2]),
-        (["--status", "ok"], [0, 1, 2]),
+        (["--device", "toy", "--host", "node-7", "--status", "ok"], [0, 1, 2]),
         (["--verdict", "prune"], [3]),
         (["--since", "1h"], [0, 1, 2, 3]),
         (["--since", "2020-01-01", "--before", "2020-01-02 14:30"], []),

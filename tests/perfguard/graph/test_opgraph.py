@@ -69,10 +69,6 @@ def test_bytes_by_kind_at_the_peak_and_before_the_step() -> None:
     assert BY_HAND.bytes_by_kind(-1)[StorageKind.INPUT] == 20
 
 
-def test_edges_lead_from_last_writer_to_readers() -> None:
-    assert sorted(map(tuple, BY_HAND.edges.T.tolist())) == [(0, 1), (1, 2)]
-
-
 @settings(max_examples=30)
 @given(graphs())
 def test_live_bytes_equal_a_slow_replay(graph: OpGraph) -> None:

@@ -153,6 +153,16 @@ def test_forward_operators_know_their_module() -> None:
     }  # fmt: skip
 
 
+def test_backward_operators_know_their_module() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()), nn.Flatten(), nn.Linear(144, 4))
+    graph = trace(Workload(model, (8, 3, 5, 5), loss=total))
+    backward = {op.name: op.module for op in graph.ops if op.phase is Phase.BACKWARD}
+    assert backward["convolution_backward"] == "0.0"
+    assert backward["native_batch_norm_backward"] == "0.1"
+    assert backward["threshold_backward"] == "0.2"
+    assert backward["mm"] == "2"
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("converted", [{}, {"precision": "bf16", "layout": "nhwc"}], ids=["as it is", "converted"])
 @pytest.mark.parametrize("training", [True, False])

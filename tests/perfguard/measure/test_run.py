@@ -46,17 +46,6 @@ def measured(run: Run) -> Measurement:
     return run.measurement
 
 
-def test_every_optimizer_step_counts(device: Device) -> None:
-    optimizer = make_optimizer()
-    optimizer.step()
-    with Run(device) as run:
-        for _ in range(4):
-            optimizer.step()
-    optimizer.step()
-    assert measured(run).num_steps == 4
-    assert measured(run).step_time_s is not None
-
-
 def test_a_step_of_another_thread_is_not_counted(device: Device) -> None:
     optimizer = make_optimizer()
     other = threading.Thread(target=lambda: [make_optimizer().step() for _ in range(5)])
@@ -66,27 +55,6 @@ def test_a_step_of_another_thread_is_not_counted(device: Device) -> None:
         other.join()
         optimizer.step()
     assert measured(run).num_steps == 2
-
-
-def test_the_run_belongs_to_the_thread_that_starts_it(device: Device) -> None:
-    run = Run(device)
-    thread = threading.Thread(target=lambda: [run.start(), make_optimizer().step()])
-    thread.start()
-    thread.join()
-    make_optimizer().step()
-    assert run.finish().num_steps == 1
-
-
-def test_steps_marked_by_hand_replace_the_optimizers(device: Device) -> None:
-    optimizer = make_optimizer()
-    with Run(device) as run:
-        optimizer.step()
-        optimizer.step()
-        run.step()
-        optimizer.step()
-        run.step()
-        run.step()
-    assert measured(run).num_steps == run.num_steps == 3
 
 
 def test_a_step_that_is_only_traced_is_not_counted(device: Device) -> None:
@@ -177,13 +145,6 @@ def test_nested_run_is_measured_but_outer_is_not(device: Device) -> None:
         torch.ones(50 * MB)
     assert measured(outer).peak_memory_bytes is None
     assert measured(inner).peak_memory_bytes == pytest.approx(200 * MB, rel=0.1)
-
-
-def test_an_error_is_noted_and_passed_on(device: Device) -> None:
-    run = Run(device)
-    with pytest.raises(ValueError, match="a mistake"), run:
-        raise ValueError("a mistake")
-    assert (measured(run).status, measured(run).note) == ("failed", "ValueError: a mistake")
 
 
 @pytest.mark.parametrize(
