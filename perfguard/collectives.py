@@ -47,15 +47,15 @@ class LinkConfig:
     A sigma is the standard deviation of a logarithm.
     """
 
-    latency_s: float = 33e-6
+    latency_s: float = 32e-6
     """Of a collective within a node; fitted."""
     hop_s: float = 12e-6
     """What each further node in the ring adds; fitted. An all-reduce among many nodes goes through a tree."""
-    efficiency: float = 0.61
+    efficiency: float = 0.63
     """Share of the link's peak that NCCL reaches; fitted."""
     log_sigma: float = 0.2
     """Of the bandwidth of a link that the data sheet states; fitted."""
-    jitter: float = 0.02
+    jitter: float = 0.037
     """Standard deviation between the step times of ranks; fitted."""
     network_bytes_per_s: float = 12.5e9
     """For each GPU, where nobody states it: 100 Gbit/s. A guess."""

@@ -4,7 +4,7 @@ Their place takes PyTorch's "fake" process group. It knows how many there are, a
 and the real FSDP2 run on the stage, with their own buckets, shards and buffers.
 
     init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
-    an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; `perfguard/collectives.py` adds the link
+    an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; its time: `perfguard/collectives.py`
     a stream of FSDP               an attribute of its operators, which run beside the computation
     a storage that FSDP empties    dies there, and is born again where it is filled
     what compares the ranks        finds them alike
@@ -37,8 +37,9 @@ GPUS_OF_A_NODE = 8
 
 def torchrun_variables(world_size: int) -> dict[str, str]:
     """Return what torchrun sets in the environment of the first of ``world_size`` processes, on nodes of eight GPUs or less."""
+    in_node = min(world_size, GPUS_OF_A_NODE)
     return {
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(min(world_size, GPUS_OF_A_NODE)), "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(in_node), "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0",
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
 
@@ -264,5 +265,5 @@ def _ranks_in(args: tuple[Any, ...]) -> tuple[int, int]:
     objects = (item for item in args if isinstance(item, torch.ScriptObject))
     group = next(item for item in objects if item._type().qualified_name().endswith("ProcessGroup"))  # type: ignore[attr-defined]
     ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-    on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE))
-    return len(ranks), max(Counter(rank // on_a_node for rank in ranks).values())
+    in_node = max(int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE)), 1)
+    return len(ranks), max(Counter(rank // in_node for rank in ranks).values())

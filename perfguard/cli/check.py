@@ -8,8 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
-from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
-from perfguard.devices import resolve_device
+from perfguard.cli.subject import add_subject_arguments, check_subject, device_of, subject_of
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.verdict import DEFAULT_RISK, check_risk
 
@@ -55,7 +54,7 @@ def check(arguments: argparse.Namespace) -> int:
         cost=arguments.max_cost,
         price_per_hour=arguments.price_per_hour,
     )
-    device = resolve_device(arguments.gpu)
+    device = device_of(arguments)
     budget.check_device(device)
     document: dict[str, Any] = {}
     try:

@@ -64,8 +64,8 @@ class Device:
             if getattr(self, field) <= 0:
                 raise ConfigurationError(f"Device.{field} of {self.id!r} must be positive, but got {getattr(self, field)!r}.")
         for field in ("link_bytes_per_s", "network_bytes_per_s"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ConfigurationError(f"Device.{field} of {self.id!r} must be bytes per second, but got {getattr(self, field)!r}.")
+            if not 0 <= (rate := getattr(self, field)) < math.inf:
+                raise ConfigurationError(f"Device.{field} of {self.id!r} must be finite and not negative, but got {rate!r}.")
         if self.peak_flops.get("fp32", 0) <= 0:
             raise ConfigurationError(f'Device.peak_flops of {self.id!r} must hold a positive "fp32" rate.')
 
