@@ -1,209 +1,161 @@
-"""The time of collectives, and of steps on many GPUs: the constants of `perfguard/collectives.py`, and their errors.
+"""The time of collectives, and of steps on many GPUs beside few: the constants of `perfguard/collectives.py`, and their errors.
 
-    python benchmarks/links.py collectives.csv.gz runs.csv.gz vtrain.csv.gz      # without the tables it does nothing
+    python benchmarks/links.py collectives.csv.gz runs.csv.gz      # half an hour; without the tables it does nothing
 
-Collectives (microsoft/vidur): fitted on some systems, judged on others. Steps: pairs of published runs that differ in the number of
-GPUs alone. From the time on few GPUs, that on many is predicted, with the jitter of the other sources. Of the model, only its
-layers are known: the backward pass takes two thirds of the computation, DDP has buckets of 25 MiB, FSDP gathers layer by layer.
+Collectives (microsoft/vidur): fitted on some systems, judged on others. Steps: published runs that differ in the number of GPUs
+alone. Each is dry-run with DDP or FSDP2 and predicted. The jitter is that of the other sources.
 """
 
 from __future__ import annotations
 
-import ast
-import itertools
-import json
 import math
 import statistics
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from _record import parser_of, show
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from perfguard.collectives import LINKS, largest_normal, link_times, ring_factor
-from perfguard.devices import Device, resolve_device
-from perfguard.exceptions import PerfGuardError
-from perfguard.graph import Op, OpGraph, Phase
+from perfguard import OpGraph, TensorSpec, Workload, load_predictor, resolve_device
+from perfguard.capture.trial import capture
+from perfguard.collectives import LINKS, largest_normal, ring_factor
+from perfguard.measure.step import step_of
 from perfguard_research.csv_rows import read_table
 from perfguard_research.networks import Network
+from perfguard_research.tables import MeasuredRow, run_row
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.perfguard.capture.toy_ranks import language_model, sharded
 
 Row = Mapping[str, str]
 NETWORKS = {"FlagOpen a100": 25e9, "mosaicml a100": 200e9, "mosaicml h100": 400e9}
-"""Bytes per second of a node, from FlagPerf's rows and the headings of llm-foundry's benchmarks: 200, 1600 and 3200 Gbit/s."""
-SAME = ("source", "model", "config", "gpu", "precision", "layout", "optimizer", "checkpointing", "accumulation", "batch_size", "input")
+"""Bytes per second of a node of eight: 200 Gbit/s by FlagPerf's rows, 1600 and 3200 by llm-foundry's headings."""
+SAME = ("source", "model", "config", "gpu", "precision", "layout", "optimizer", "checkpointing", "accumulation", "batch_size",
+        "input")  # fmt: skip
 
 
 def show_collectives(rows: Sequence[Row], record: Path | None) -> None:
-    """Fit latency and efficiency within nodes, each octave of sizes of each system alike, and the time of a hop between nodes."""
-    peaks = {name: resolve_device(f"{name}-sxm-80gb").link_bytes_per_s for name in ("a100", "h100")}
+    """Fit latency and efficiency within nodes from 1 MiB on, each octave of sizes of each system alike."""
+    octaves: defaultdict[Any, list[tuple[float, float]]] = defaultdict(list)
     least: defaultdict[Any, float] = defaultdict(lambda: math.inf)
-    found: defaultdict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         size, seconds, ranks, in_node = int(row["bytes"]), float(row["latency_ms"]) / 1e3, row["num_gpus"], row["gpus_per_node"]
         if row["collective"] == "send_recv":
             least[row["system"], in_node] = min(least[row["system"], in_node], seconds)
-        elif ranks == in_node:
-            at_peak_s = size * ring_factor("allreduce", int(ranks)) / peaks[row["system"][:4]]
-            found[row["system"], ranks, size.bit_length()].append((at_peak_s, seconds))
-
-    def error(latency_s: float, efficiency: float, of: str, from_bytes: int = 0) -> float:
-        """Mean |log error| of the medians of octaves."""
-        groups = [group for key, group in found.items() if of in f"all {key[0][:4]} {key[1]}-GPU" and 2 ** key[2] > from_bytes]
-        ratios = (statistics.median((latency_s + best / efficiency) / s for best, s in group) for group in groups)
-        return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
-
-    grid = [*itertools.product(np.arange(10e-6, 81e-6, 1e-6), np.arange(0.4, 1.0, 0.01))]
+        elif ranks == in_node and size >= 2**20:
+            peak = resolve_device(f"{row['system'][:4]}-sxm-80gb").link_bytes_per_s
+            key = row["system"], f"{row['system'][:4]}, {ranks} GPUs", size.bit_length()
+            octaves[key].append((size * ring_factor("allreduce", int(ranks)) / peak, seconds))
+    middle = {key: np.median(np.array(found), axis=0) for key, found in octaves.items()}
     lines = []
-    for fit, judge in (("all", "all"), ("a100", "h100"), ("h100", "a100"), ("2-GPU", "8-GPU")):
-        best = min(grid, key=lambda at: error(*at, fit))
-        errors = (f"{math.expm1(error(*best, judge, size)):.1%}" for size in (0, 2**20))
-        lines.append([fit, judge, f"{best[0] * 1e6:.0f} µs", f"{best[1]:.2f}", *errors])
-    show("links-collectives", ["fitted on", "judged on", "latency", "efficiency", "error", "from 1 MiB on"], lines, record=record)
+    for fit, judge in (("", ""), ("a100", "h100"), ("h100", "a100"), ("2 GPUs", "8 GPUs")):
+        fitted, judged = (np.array([row for key, row in middle.items() if of in key[1]]) for of in (fit, judge))
+        scaled = np.stack([1 / fitted[:, 1], fitted[:, 0] / fitted[:, 1]], axis=1)  # latency + at_peak / efficiency = seconds
+        latency_s, slowness = np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0]
+        error = np.abs((latency_s + judged[:, 0] * slowness) / judged[:, 1] - 1).mean()
+        lines.append([fit or "all", judge or "all", f"{latency_s * 1e6:.0f} µs", f"{1 / slowness:.2f}", f"{error:.1%}"])
+    show("links-collectives", ["fitted on", "judged on", "latency", "efficiency", "error from 1 MiB on"], lines, record=record)
     hops = [least[system, "1"] - least[system, "2"] for system in {system for system, _ in least}]
     print(f"A hop between nodes takes {statistics.median(hops) * 1e6:.0f} µs, the median of {len(hops)} systems.")
 
 
-class Pair(NamedTuple):
-    """A setting on few GPUs and on many. ``layers`` are the bytes of the gradients of each layer (FSDP) or bucket (DDP)."""
+def graph_of(row: MeasuredRow, parallel: str, ranks: int) -> OpGraph:
+    """The dry run of one rank."""
 
-    source: str
-    device: Device
-    parallel: str
-    layers: Sequence[float]
-    backward: float  # share of the last backward pass in the computation
-    few: int
-    many: int
-    few_s: float
-    many_s: float
+    def objective() -> None:
+        dist.init_process_group("nccl", rank=0, world_size=ranks)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = row.tf32 == "on"
+        assert isinstance(row.network, Network)
+        sizes = row.network.config
+        if row.network.name == "mpt":
+            width, vocabulary, half = sizes["d_model"], sizes["vocab_size"], torch.bfloat16
+            model = language_model(width, sizes["n_layers"], heads=sizes["n_heads"], checkpoints=row.network.checkpointing)
+            model[0], model[-1] = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+            policy = MixedPrecisionPolicy(half, torch.float32 if row.precision == "amp-bf16" else half)
+            sharded(model.cuda(), "cuda", mp_policy=policy, reshard_after_forward=parallel == "fsdp-full")
+            tokens = TensorSpec((row.batch_size, row.network.input["seq_len"]), "int64")
+            loss: Any = lambda out, to: F.cross_entropy(out.flatten(0, 1), to.flatten())  # noqa: E731
+            workload = Workload(model, tokens, tokens, loss, torch.optim.AdamW)
+        else:
+            workload = row.workload(nn.parallel.DistributedDataParallel(row.network.make().cuda()))
+        step = step_of(replace(workload, accumulation=1, cudnn_benchmark=False))
+        for _ in range(4):
+            step()
 
-    def step_s(self, ranks: int, computed_s: float) -> float:
-        """The step on ``ranks`` GPUs, all as fast as each other."""
-        ops: list[Op] = []
-        shares: list[float] = []
-        number, fsdp = len(self.layers), self.parallel.startswith("fsdp")
-
-        def add(name: str, reads: Sequence[int], writes: Sequence[int], share: float, size: float = 0.0) -> None:
-            written, read = (size / ranks if "scatter" in name else size), (size if "allreduce" in name else size + size / ranks)
-            group = {"ranks": (ranks, min(ranks, 8))} if size else {}
-            ops.append(Op(name, "copy", Phase.BACKWARD, 0, int(read), int(written), (*reads,), (*writes,), "", (), "", group))
-            shares.append(share)
-
-        for layer, size in enumerate(self.layers):
-            if fsdp:
-                add("_allgather_base_", [], [layer], 0.0, size / 2)  # parameters in half precision
-            add("forward", [layer], [], (1 - self.backward) / number)
-        gathered = number if self.parallel == "fsdp-full" else 0
-        for layer in reversed(range(number)):
-            while gathered > max(layer - 1, 0):  # one layer ahead
-                gathered -= 1
-                add("_allgather_base_", [], [number + gathered], 0.0, self.layers[gathered] / 2)
-            add("backward", [number + layer], [-layer - 1], self.backward / number)
-            add("_reduce_scatter_base_" if fsdp else "allreduce_", [-layer - 1], [-layer - 1], 0.0, self.layers[layer])
-        graph, times_s = OpGraph(tuple(ops), (), "train", "fp32", "nchw"), np.array(shares) * computed_s
-        times = link_times(graph, self.device, times_s, replace(LINKS, jitter=0.0))
-        return computed_s + (0.0 if times is None else float(times.waits_s.sum()))
-
-    def predicted_s(self) -> float:
-        """The step on many GPUs, by the links alone."""
-        low, high = 0.0, self.few_s
-        for _ in range(20):  # the computation for which the step on few GPUs takes what was measured
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.step_s(self.few, middle) < self.few_s else (low, middle)
-        return self.step_s(self.many, high)
+    return capture(objective, row.device).graph
 
 
-def pairs_of(runs: Sequence[Row], megatron: Sequence[Row]) -> Iterator[Pair]:
-    """Every setting with several numbers of GPUs, and Megatron's data parallelism, which reduces all gradients at the end."""
-    settings: defaultdict[Any, dict[int, Row]] = defaultdict(dict)
+def settings_of(runs: Sequence[Row]) -> Iterator[tuple[MeasuredRow, str, dict[int, float]]]:
+    """What ran on several numbers of GPUs with DDP or FSDP, and the seconds of a step by their number."""
+    found: defaultdict[Any, dict[int, Row]] = defaultdict(dict)
     for row in runs:
         if row["step_time_ms"] and row["mode"] == "train":
-            settings[tuple(row[name] for name in SAME)].setdefault(int(row["num_gpus"]), row)
-    for by_number in settings.values():
-        few, *others = sorted(by_number)
-        row, parallel = by_number[few], by_number[max(by_number)]["parallel"]
-        if not others or parallel not in ("ddp", "fsdp-full", "fsdp-grad-op"):
+            found[tuple(row[name] for name in SAME)].setdefault(int(row["num_gpus"]), row)
+    for rows in found.values():
+        few, parallel = run_row(rows[min(rows)], "run"), rows[max(rows)]["parallel"]
+        if len(rows) > 1 and parallel in ("ddp", "fsdp-full", "fsdp-grad-op"):
+            yield few, parallel, {ranks: float(row["step_time_ms"]) / 1e3 / few.accumulation for ranks, row in rows.items()}
+
+
+def show_steps(runs: Sequence[Row], record: Path | None) -> None:
+    """Predict each setting on all its numbers of GPUs, and show the errors on many, from the time on few and without it."""
+    predictor, graphs, found = load_predictor(), dict[Any, OpGraph](), defaultdict[str, list[tuple[float, ...]]](list)
+    for row, parallel, times_s in settings_of(runs):
+        key, predicted = (row.network.key, row.batch_size, row.precision, row.tf32, row.gpu, parallel), {}
+        device = row.device.with_network(NETWORKS.get(f"{row.source.partition('/')[0]} {row.gpu[:4]}", 0.0) / 8)
+        try:
+            graphs[key] = graph = graphs.get(key) or graph_of(row, parallel, max(times_s))
+        except Exception as error:  # a model that this machine's packages do not have, or that a dry run refuses
+            print(f"left out: {row.model} of {row.source}: {error}"[:150])
             continue
-        micro_steps, config = int(row["accumulation"] or 1), json.loads(row["config"] or "{}")
-        network = NETWORKS.get(f"{row['source'].partition('/')[0]} {row['gpu'][:4]}", 0.0) / 8
-        backward, layers = (0.75 if row["checkpointing"] == "True" else 2 / 3), [0.0]
-        if row["model"] == "mpt":
-            width = config["d_model"]
-            layers = [4.0 * 12 * width**2] * config["n_layers"] + [4.0 * width * config["vocab_size"]]
-        else:
-            try:
-                with torch.device("meta"):
-                    model = Network(name=row["model"], config=config, input=json.loads(row["input"]), family=row["family"]).make()
-            except PerfGuardError:
-                continue
-            gradients = (2 if row["precision"] in ("fp16", "bf16") else 4) * sum(p.numel() for p in model.parameters())
-            layers = [gradients / (count := -(-gradients // (25 * 2**20)))] * count
-            micro_steps, backward = 1, backward / micro_steps
+        for ranks in times_s:  # the shards stay those of the most GPUs
+            group = {"ranks": (ranks, min(ranks, 8))}
+            ops = (op._replace(attributes={**op.attributes, **group}) if "ranks" in op.attributes else op for op in graph.ops)
+            predicted[ranks] = math.log(predictor.predict(replace(graph, ops=tuple(ops)), device).step_time.median)
+        few, *others = sorted(times_s)
         for many in others:
-            times_s = (float(by_number[number]["step_time_ms"]) / 1e3 / micro_steps for number in (few, many))
-            device = resolve_device(row["gpu"]).with_network(network)
-            yield Pair(row["source"], device, parallel, layers, backward, few, many, *times_s)
-    sizes: defaultdict[Any, dict[int, float]] = defaultdict(dict)
-    for row in megatron:
-        if row["method"].startswith("tp1-") and row["method"].endswith("-pp1"):
-            setting = row["batch"], row["accumulation"], row["config"].partition(", 'global")[0]
-            sizes[setting][int(row["gpus"])] = float(row["step_ms"]) / 1e3
-    for (*_, config), times in sizes.items():
-        of = ast.literal_eval(config + "}")
-        gradients = 2.0 * (12 * of["layers"] * of["hidden"] ** 2 + 51200 * of["hidden"])
-        if len(times) == 2:
-            yield Pair("vTrain, Megatron", resolve_device("a100-80gb"), "ddp", [gradients], 2 / 3, 2, 4, times[2], times[4])
-
-
-def show_steps(pairs: Sequence[Pair], record: Path | None) -> None:
-    """Predict every pair with the jitter of the other sources, and show the errors."""
-    found = [(pair, math.log(pair.predicted_s() / pair.few_s), math.log(pair.many_s / pair.few_s)) for pair in pairs]
-
-    def with_jitter(jitter: float, pair: Pair, by_links: float) -> float:
-        return by_links + jitter * (largest_normal(pair.many) - largest_normal(pair.few))
-
-    def jitter_without(source: str) -> float:
-        """The one with the least median error, other sources alike."""
-
-        def loss(jitter: float) -> float:
-            of: defaultdict[str, list[float]] = defaultdict(list)
-            for pair, by_links, measured in found:
-                of[pair.source].append(abs(measured - with_jitter(jitter, pair, by_links)))
-            return statistics.fmean(statistics.median(own) for name, own in of.items() if name != source)
-
-        return min((step / 1000 for step in range(61)), key=loss)
-
-    errors: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
-    jitters = {source: jitter_without(source) for source in {"", *(pair.source for pair in pairs)}}
-    for pair, by_links, measured in found:
-        guesses = 0.0, by_links, with_jitter(jitters[pair.source], pair, by_links)
-        row = [math.expm1(measured), *(abs(math.expm1(guess - measured)) for guess in guesses)]
-        for name in (f"{pair.source}, {pair.parallel}", f"all, to {'8 or fewer' if pair.many <= 8 else '16 or more'} GPUs", "all"):
-            errors[name].append(row)
+            z, first_s = largest_normal(many) - largest_normal(few), math.log(times_s[few])
+            by_model, alone = predicted[many] - predicted[few], predicted[many] - first_s
+            found[row.source].append((math.log(times_s[many]) - first_s, by_model - LINKS.jitter * z, z, alone))
+    columns = {name: np.array(rows).T for name, rows in found.items()}  # each of shape (4, pairs)
+    jitter = {name: float(np.median((slower - links) / z)) for name, (slower, links, z, _) in columns.items()}
+    errors: dict[str, Any] = {}  # each of shape (5, pairs), after how much slower the step was measured
+    for name, (slower, links, z, alone) in columns.items():
+        elsewhere = statistics.median(of for other, of in jitter.items() if other != name)
+        guesses = np.stack([0 * z, links, links + elsewhere * z, alone])
+        errors[name] = np.vstack([np.expm1(slower), np.abs(np.expm1(guesses - slower))])
+    errors["all"] = np.concatenate([*errors.values()], axis=1)
     lines = []
-    for name, own in sorted(errors.items(), key=lambda item: (item[0].startswith("all"), -len(item[0]))):
-        slower, *others = ([row[at] for row in own] for at in range(4))
-        cells = (f"{statistics.fmean(error):.1%} / {statistics.median(error):.1%}" for error in others)
-        lines.append([name, str(len(own)), f"{statistics.median(slower):+.1%}", *cells])
-    columns = ["source", "pairs", "slower, median", "error as on few GPUs, mean / median", "with links", "with links and jitter"]
-    show("links-steps", columns, lines, record=record)
-    print(f"The jitter of all sources is {jitters['']:.3f}.")
+    for name, (slower, *others) in errors.items():
+        cells = (f"{error.mean():.1%} / {np.median(error):.1%}" for error in others)
+        lines.append([name, str(len(slower)), f"{np.median(slower):+.1%}", *cells])
+    head = ["source", "pairs", "slower", "as on few GPUs, mean / median error", "links", "links and jitter", "no measured time"]
+    show("links-steps", head, lines, record=record)
+    print(f"The jitter is {statistics.median(jitter.values()):.3f}, the median of {len(jitter)} sources.")
 
 
 def main() -> None:
     """Show both tables."""
     parser = parser_of(__doc__)
-    parser.add_argument("tables", nargs="*", help="collectives.csv.gz, runs.csv.gz and vtrain.csv.gz, which the repository does not have")
+    parser.add_argument("tables", nargs="*", help="collectives.csv.gz and runs.csv.gz, which lie elsewhere")
     arguments = parser.parse_args()
-    if len(arguments.tables) != 3:
-        print("Skipped: the three tables are not given.")
+    if len(arguments.tables) != 2:
+        print("Skipped: the two tables are not given.")
         return
-    collectives, runs, megatron = (read_table(path)[1] for path in arguments.tables)
+    warnings.simplefilter("ignore")
+    collectives, runs = (read_table(path)[1] for path in arguments.tables)
     show_collectives(collectives, arguments.record)
-    show_steps([*pairs_of(runs, megatron)], arguments.record)
+    show_steps(runs, arguments.record)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
 def _ranks_in(args: tuple[Any, ...]) -> tuple[int, int]:
     """How many ranks are in the group of a collective with ``args``, and how many of them share a node, at the most."""
     objects = (item for item in args if isinstance(item, torch.ScriptObject))
-    group = next(item for item in objects if item._type().qualified_name().endswith("ProcessGroup"))  # type: ignore[attr-defined]
+    group = next(item for item in objects if item._type().qualified_name().endswith("ProcessGroup"))
     ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
     in_node = max(int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE)), 1)
     return len(ranks), max(Counter(rank // in_node for rank in ranks).values())

@@ -119,7 +119,7 @@ def test_captured_step_waits_for_slow_links_and_on_fast_ones_takes_its_computati
     assert set(groups) == {(16, 8)}
     alone = [op._replace(attributes={key: value for key, value in op.attributes.items() if key != "ranks"}) for op in graph.ops]
     computed = guardnet.predict(replace(graph, ops=tuple(alone)), H100)
-    one_rank = replace(graph, ops=tuple(op._replace(attributes=op.attributes | {"ranks": (1, 1)}) for op in graph.ops))
+    one_rank = replace(graph, ops=tuple(op._replace(attributes={**op.attributes, "ranks": (1, 1)}) for op in graph.ops))
     assert guardnet.predict(one_rank, H100).step_time == computed.step_time  # to the bit
     slow, fast = (guardnet.predict(graph, H100.with_network(rate)) for rate in (1e8, 50e9))
     assert slow.time_parts_s["communication"] > 10 * fast.time_parts_s["communication"] > 0
