@@ -31,7 +31,6 @@ from perfguard.capture.trial import capture
 from perfguard.collectives import LINKS, largest_normal, ring_factor
 from perfguard.measure.step import step_of
 from perfguard_research.csv_rows import read_table
-from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow, run_row
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -75,19 +74,19 @@ def graph_of(row: MeasuredRow, parallel: str, ranks: int) -> OpGraph:
     def objective() -> None:
         dist.init_process_group("nccl", rank=0, world_size=ranks)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = row.tf32 == "on"
-        assert isinstance(row.network, Network)
-        sizes = row.network.config
-        if row.network.name == "mpt":
+        network: Any = row.network
+        sizes = network.config
+        if network.name == "mpt":
             width, vocabulary, half = sizes["d_model"], sizes["vocab_size"], torch.bfloat16
-            model = language_model(width, sizes["n_layers"], heads=sizes["n_heads"], checkpoints=row.network.checkpointing)
+            model = language_model(width, sizes["n_layers"], heads=sizes["n_heads"], checkpoints=network.checkpointing)
             model[0], model[-1] = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
             policy = MixedPrecisionPolicy(half, torch.float32 if row.precision == "amp-bf16" else half)
             sharded(model.cuda(), "cuda", mp_policy=policy, reshard_after_forward=parallel == "fsdp-full")
-            tokens = TensorSpec((row.batch_size, row.network.input["seq_len"]), "int64")
+            tokens = TensorSpec((row.batch_size, network.input["seq_len"]), "int64")
             loss: Any = lambda out, to: F.cross_entropy(out.flatten(0, 1), to.flatten())  # noqa: E731
             workload = Workload(model, tokens, tokens, loss, torch.optim.AdamW)
         else:
-            workload = row.workload(nn.parallel.DistributedDataParallel(row.network.make().cuda()))
+            workload = row.workload(nn.parallel.DistributedDataParallel(network.make().cuda()))
         step = step_of(replace(workload, accumulation=1, cudnn_benchmark=False))
         for _ in range(4):
             step()

@@ -39,6 +39,9 @@ _Floats = npt.NDArray[np.float64]
 _IN_FLIGHT = 2
 """All-gathers that FSDP2 has under way: the next waits until the one before the last is copied out (`wait_for_unshard`)."""
 
+_NVLINK = 80e9
+"""Bytes per second of its first generation; PCIe has less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
@@ -53,8 +56,10 @@ class LinkConfig:
     """What each further node in the ring adds; fitted. An all-reduce among many nodes goes through a tree."""
     efficiency: float = 0.64
     """Share of the link's peak that NCCL reaches; fitted."""
-    log_sigma: float = 0.2
-    """Of the bandwidth of a link that the data sheet states; fitted."""
+    nvlink_log_sigma: float = 0.2
+    """Of the time on a link of at least 80 GB/s (NVLink); from the fit's error."""
+    log_sigma: float = 0.5
+    """Of the time on PCIe, which was not fitted. A guess: without peer-to-peer copies, bytes take the way through the host."""
     jitter: float = 0.037
     """Standard deviation between the step times of ranks; fitted."""
     network_bytes_per_s: float = 12.5e9
@@ -99,7 +104,8 @@ def link_times(graph: OpGraph, device: Device, op_time_s: _Floats, links: LinkCo
         assumed.append(f"the network between the nodes is not stated: {rate} for each GPU are assumed")
     if not device.link_bytes_per_s:
         assumed.append(f"the link of {device.name} is not known: {links.link_bytes_per_s / 1e9:g} GB/s are assumed")
-    sigma = links.guess_log_sigma if assumed else links.log_sigma
+    sigma = links.nvlink_log_sigma if device.link_bytes_per_s >= _NVLINK else links.log_sigma
+    sigma = links.guess_log_sigma if assumed else sigma
 
     def played(slower: float) -> tuple[float, _Floats]:
         own = replace(links, efficiency=links.efficiency / slower)

@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from perfguard.cli.script import capture_script
-from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
 from perfguard.workload import (
     Build,
@@ -34,6 +33,7 @@ from perfguard.workload import (
 )
 
 if TYPE_CHECKING:
+    from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.predictor import Estimate, Prediction, Predictor
 
@@ -76,9 +76,8 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 
-def device_of(arguments: argparse.Namespace) -> Device:
-    """Return the device of ``--gpu``, in nodes that the network of ``--network`` joins."""
-    device = resolve_device(arguments.gpu)
+def in_network(device: Device, arguments: argparse.Namespace) -> Device:
+    """Return ``device`` in nodes that the network of ``--network`` joins."""
     return device if arguments.network is None else device.with_network(1e9 * arguments.network)
 
 
