@@ -86,7 +86,8 @@ def graph_of(row: MeasuredRow, parallel: str, ranks: int) -> OpGraph:
             loss: Any = lambda out, to: F.cross_entropy(out.flatten(0, 1), to.flatten())  # noqa: E731
             workload = Workload(model, tokens, tokens, loss, torch.optim.AdamW)
         else:
-            workload = row.workload(nn.parallel.DistributedDataParallel(network.make().cuda()))
+            dtype = torch.float16 if row.precision == "fp16" else torch.float32
+            workload = row.workload(nn.parallel.DistributedDataParallel(network.make().cuda().to(dtype)))
         step = step_of(replace(workload, accumulation=1, cudnn_benchmark=False))
         for _ in range(4):
             step()

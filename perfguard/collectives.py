@@ -54,13 +54,13 @@ class LinkConfig:
     """Of a collective within a node; fitted."""
     hop_s: float = 12e-6
     """What each further node in the ring adds; fitted. An all-reduce among many nodes goes through a tree."""
-    efficiency: float = 0.64
+    efficiency: float = 0.63
     """Share of the link's peak that NCCL reaches; fitted."""
     nvlink_log_sigma: float = 0.2
     """Of the time on a link of at least 80 GB/s (NVLink); from the fit's error."""
     log_sigma: float = 0.5
     """Of the time on PCIe, which was not fitted. A guess: without peer-to-peer copies, bytes take the way through the host."""
-    jitter: float = 0.037
+    jitter: float = 0.052
     """Standard deviation between the step times of ranks; fitted."""
     network_bytes_per_s: float = 12.5e9
     """For each GPU, where nobody states it: 100 Gbit/s. A guess."""
