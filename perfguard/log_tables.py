@@ -267,7 +267,8 @@ def _columns_in(decision: DecisionRow) -> dict[str, Any]:
 def device_from_json(data: str) -> Device:
     """Return the device that :func:`device_row` wrote. Equal texts give the same object."""
     document = json.loads(data)
-    return Device(**{field.name: document[field.name] for field in fields(Device)})
+    since = {"link_bytes_per_s": 0.0, "network_bytes_per_s": 0.0}  # they are newer than the log
+    return Device(**{field.name: (since | document)[field.name] for field in fields(Device)})
 
 
 def as_ns(time: datetime) -> int:

@@ -115,7 +115,8 @@ class Prediction:
     time_parts_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of ``step_time.median``, which they add up to; empty: the predictor cannot say.
 
-    "host" launches operators while the device waits for it, "device" computes them, "copies" move the batch to the device.
+    "host" launches operators while the device waits for it, "device" computes them, "copies" move the batch to the device. With
+    several ranks, "communication" waits for the links between them and for the slowest one.
     """
     time_by_kind_s: Mapping[str, float] = field(default_factory=dict)
     """The same seconds by kind of operator, largest first: its launches where the device waits for the host, else its kernels.

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from perfguard.collectives import link_times
 from perfguard.exceptions import PredictorError
 from perfguard.graph import (
     OpGraph,
@@ -169,6 +170,8 @@ class GuardNet:
         for op, seconds in zip(graph.ops, path.op_time_s.tolist(), strict=True):
             by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds
         by_part = {"host": path.start_s + path.host_s.sum(), "device": path.device_s.sum(), "copies": path.copy_s}
+        if raw.links is not None:
+            by_part["communication"] = by_kind["communication"] = float(raw.links.waits_s.sum())
         return Prediction(
             peak_memory=memory,
             step_time=step_time,
@@ -183,14 +186,15 @@ class GuardNet:
             gpu_util=raw.shares.get("gpu_util"),
             sm_active=raw.shares.get("sm_active"),
             energy=None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1]),
-            unmodelled=launched.unmodelled,
+            unmodelled=launched.unmodelled + (() if raw.links is None else raw.links.assumed),
         )
 
     @undisturbed
     def op_time_shares(self, graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
         """See :class:`perfguard.predictor.OperatorTimes`."""
-        path = self._raw(graph, device).path
-        return np.asarray(path.op_time_s / path.total_s)
+        raw = self._raw(graph, device)
+        waits_s = np.zeros(len(graph.ops)) if raw.links is None else raw.links.waits_s
+        return np.asarray((raw.path.op_time_s + waits_s) / (raw.path.total_s + waits_s.sum()))
 
     @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -322,7 +326,7 @@ class GuardNet:
             compiled = self._compiled(graph, device)
             eager = graph if compiled is None else compiled.eager
             raw = _widened(self._weights[device.kind].predict(eager, device), eager)
-            of_graph[key] = raw if compiled is None else _on_kernels(raw, compiled, device)
+            of_graph[key] = _with_links(raw if compiled is None else _on_kernels(raw, compiled, device), graph, device)
         return of_graph[key]
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
@@ -371,6 +375,22 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
         path=path,
         embedding=embedding_of(features),
     )
+
+
+def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
+    """Add what the step waits for links and for the other ranks."""
+    if not any("ranks" in op.attributes for op in graph.ops):
+        return raw
+    time, path = raw.of["time"], raw.path
+    to_seconds = math.exp(time.log_value) / path.total_s
+    links = link_times(graph, device, path.op_time_s * to_seconds)
+    if links is None:
+        return raw
+    waits_s = links.waits_s / to_seconds
+    longer = math.log1p(waits_s.sum() / path.total_s)
+    sigma = math.hypot(time.log_sigma, links.log_sigma / PRIOR.total)
+    of = raw.of | {"time": time._replace(log_value=time.log_value + longer, log_sigma=sigma)}
+    return raw._replace(of=of, links=links._replace(waits_s=waits_s))
 
 
 def _setting_of(graph: OpGraph) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from perfguard.collectives import LinkTimes
 from perfguard.devices import catalog
 from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
@@ -136,6 +137,8 @@ class RawPrediction(NamedTuple):
     """"gpu_util" and "sm_active", 0 to 1, where the weights predict them."""
     step: Step
     """The graph as the network reads it."""
+    links: LinkTimes | None = None
+    """What collectives add, in seconds of ``path``. None: there are none."""
 
 
 class Weights:

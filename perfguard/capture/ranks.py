@@ -4,7 +4,8 @@ Their place takes PyTorch's "fake" process group. It knows how many there are, a
 and the real FSDP2 run on the stage, with their own buckets, shards and buffers.
 
     init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
-    an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; over the link goes nothing
+    an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; its time: `perfguard/collectives.py`
+    a stream of FSDP               an attribute of its operators, which run beside the computation
     a storage that FSDP empties    dies there, and is born again where it is filled
     what compares the ranks        finds them alike
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,11 +31,15 @@ if TYPE_CHECKING:
     from perfguard.graph.recorder import Recorder
 
 
+GPUS_OF_A_NODE = 8
+"""Unless LOCAL_WORLD_SIZE says another number: those of an NVIDIA DGX or HGX board."""
+
+
 def torchrun_variables(world_size: int) -> dict[str, str]:
-    """Return what torchrun sets in the environment of the first of ``world_size`` processes on one machine."""
-    size = str(world_size)
+    """Return what torchrun sets in the environment of the first of ``world_size`` processes, on nodes of eight GPUs or less."""
+    in_node = min(world_size, GPUS_OF_A_NODE)
     return {
-        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(in_node), "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0",
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
 
@@ -101,10 +107,8 @@ class Ranks:
             yield f"{stated} processes are stated, but no process group is made: what is judged is one process by itself"
         if not self.are_many:
             return
-        yield (
-            f"rank {self._rank} of {self._world_size}: the buffers of collectives are counted, "
-            "their time on the link and NCCL's own buffers are not"
-        )
+        and_the_link = "" if self._device_kind == "cuda" else " and the time on the link"
+        yield f"rank {self._rank} of {self._world_size}: NCCL's own buffers{and_the_link} are not counted"
         found = _wrappers_in(models)
         if not found:
             yield "no model is wrapped in DDP or FSDP: each process holds all of it"
@@ -188,6 +192,8 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
     replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: copy_in or own)
     replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
+    if device_kind == "cuda":
+        replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))
     for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
         replace(getattr(style, name), "_apply", _refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
     older = "FullyShardedDataParallel (FSDP1) cannot be dry-run. Its successor can: torch.distributed.fsdp.fully_shard."
@@ -228,6 +234,11 @@ def _emptying(own: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
     return resize_
 
 
+def _on_stream(own: Callable[..., Any], stream: Any, recorder: Recorder) -> Any:
+    is_current = stream is None or stream is torch.cuda.current_stream()
+    return own(stream) if is_current else recorder.with_attributes(stream=1)
+
+
 def _offloads(part: Any) -> bool:
     state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, in older versions
@@ -236,7 +247,8 @@ def _offloads(part: Any) -> bool:
 
 def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of c10d. DDP's reducer asks its work for the tensors, which a fake work does not have."""
-    out = func(*args, **kwargs)
+    with recorder.with_attributes(ranks=_ranks_in(args)):
+        out = func(*args, **kwargs)
     if func is torch.ops.c10d.allreduce_.default:
         from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
@@ -246,3 +258,12 @@ def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
         future.set_result(out[0])
         return out[0], _create_work_from_future(future).boxed()
     return out
+
+
+def _ranks_in(args: tuple[Any, ...]) -> tuple[int, int]:
+    """How many ranks are in the group of a collective with ``args``, and how many of them share a node, at the most."""
+    objects = (item for item in args if isinstance(item, torch.ScriptObject))
+    group = next(item for item in objects if item._type().qualified_name().endswith("ProcessGroup"))
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+    in_node = max(int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE)), 1)
+    return len(ranks), max(Counter(rank // in_node for rank in ranks).values())

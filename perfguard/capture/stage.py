@@ -518,7 +518,8 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
         replace(torch.cuda.random, name, answering(answer))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
+    current = _Nothing()
     for name in ("current_stream", "default_stream"):
-        replace(torch.cuda, name, lambda _: lambda *_, **__: _Nothing())
+        replace(torch.cuda, name, lambda _: lambda *_, **__: current)
     for name in ("stream", "device"):
         replace(torch.cuda, name, lambda _: lambda *_, **__: nullcontext())

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
-from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.verdict import DEFAULT_RISK, check_risk
@@ -55,7 +55,7 @@ def check(arguments: argparse.Namespace) -> int:
         cost=arguments.max_cost,
         price_per_hour=arguments.price_per_hour,
     )
-    device = resolve_device(arguments.gpu)
+    device = in_network(resolve_device(arguments.gpu), arguments)
     budget.check_device(device)
     document: dict[str, Any] = {}
     try:

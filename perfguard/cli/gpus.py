@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from perfguard.cli.predict import estimate_as_json
-from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
 from perfguard.devices import Device, catalog, resolve_device
 from perfguard.devices.catalog import aliases
 from perfguard.exceptions import ConfigurationError
@@ -71,7 +71,7 @@ def rank(arguments: argparse.Namespace) -> None:
     check_subject(arguments)
     from perfguard.graph.kernels import target_of
 
-    devices = _devices(arguments.gpus)
+    devices = [in_network(device, arguments) for device in _devices(arguments.gpus)]
     work_on, predictor = subject_of(arguments), load_predictor()
     works: dict[Target, Work] = {}
     ranked: list[tuple[Device, Prediction]] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard.budget import NOUNS, Budget
-from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
@@ -48,7 +48,7 @@ def predict(arguments: argparse.Namespace) -> None:
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
     if arguments.plot and Path(arguments.plot).suffix != ".html":
         raise ConfigurationError(f"--plot writes a page, so its name ends in .html, but got {arguments.plot!r}.")
-    whole = resolve_device(arguments.gpu)
+    whole = in_network(resolve_device(arguments.gpu), arguments)
     device = _part_of(whole, arguments)
     budget.check_device(device)
     work, predictor = subject_of(arguments)(device), load_predictor()

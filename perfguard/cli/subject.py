@@ -70,7 +70,15 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that torchrun would start; the first is dry-run",
     )
+    parser.add_argument(
+        "--network", type=float, metavar="GB/S", help="between nodes, in one direction, divided by the GPUs of a node"
+    )
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
+
+
+def in_network(device: Device, arguments: argparse.Namespace) -> Device:
+    """Return ``device`` in nodes that the network of ``--network`` joins."""
+    return device if arguments.network is None else device.with_network(1e9 * arguments.network)
 
 
 def whole_number(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -53,11 +54,18 @@ class Device:
     """Least time of one operator in eager PyTorch."""
     source: str
     """Source of the figures."""
+    link_bytes_per_s: float = 0.0
+    """Peak bandwidth to the other GPUs of its node, in one direction: NVLink's, or PCIe's. 0: unknown."""
+    network_bytes_per_s: float = 0.0
+    """The same between nodes, for each GPU. The catalog does not know it: see :meth:`with_network`. 0: nobody has stated it."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth_bytes_per_s", "num_sms", "boost_clock_hz"):
             if getattr(self, field) <= 0:
                 raise ConfigurationError(f"Device.{field} of {self.id!r} must be positive, but got {getattr(self, field)!r}.")
+        for field in ("link_bytes_per_s", "network_bytes_per_s"):
+            if not 0 <= (rate := getattr(self, field)) < math.inf:
+                raise ConfigurationError(f"Device.{field} of {self.id!r} must be finite and not negative, but got {rate!r}.")
         if self.peak_flops.get("fp32", 0) <= 0:
             raise ConfigurationError(f'Device.peak_flops of {self.id!r} must hold a positive "fp32" rate.')
 
@@ -69,10 +77,10 @@ class Device:
     def identity(self) -> Mapping[str, object]:
         """The fields by which two devices are the same one.
 
-        For a GPU these are all fields. For a CPU they leave out the rates, which each process measures anew. One machine with one
-        number of threads and one limit of memory is one device.
+        For a GPU these are all fields but those of links, which older logs do not have. For a CPU they leave out the rates, which
+        each process measures anew. One machine with one number of threads and one limit of memory is one device.
         """
-        names = [field.name for field in fields(self)]
+        names = [field.name for field in fields(self) if field.name not in ("link_bytes_per_s", "network_bytes_per_s")]
         if self.kind == "cpu":
             names = ["id", "name", "kind", "memory_bytes", "num_sms", "architecture"]
         return {name: getattr(self, name) for name in names}
@@ -80,6 +88,15 @@ class Device:
     def with_memory(self, memory_bytes: int) -> Device:
         """The same device with another capacity, for a part of a card or a limited process."""
         return replace(self, memory_bytes=memory_bytes)
+
+    def with_network(self, bytes_per_s: float) -> Device:
+        """The same device in nodes that a network joins.
+
+        Args:
+            bytes_per_s: of the network in one direction, divided by the GPUs of a node. Eight GPUs that share two adapters of
+                200 Gbit/s have 6.25e9.
+        """
+        return replace(self, network_bytes_per_s=bytes_per_s)
 
 
 USABLE_MEMORY = 0.975
@@ -96,9 +113,10 @@ def catalog() -> Mapping[str, Device]:
     """
     devices = {}
     for row in _file()["devices"]:
-        fields = {name: value for name, value in row.items() if name not in ("nvml_name", "memory_gb")}
         assumed = {"memory_bytes": int(USABLE_MEMORY * row["memory_gb"] * 2**30), **_file()["architectures"][row["architecture"]]}
-        devices[row["id"]] = Device(kind="cuda", **(assumed | fields))
+        figures = {name: value for name, value in (assumed | row).items() if name not in ("nvml_name", "memory_gb", "link")}
+        link = _file()["links"][(assumed | row)["link"]]
+        devices[row["id"]] = Device(kind="cuda", link_bytes_per_s=link["bytes_per_s"], **figures)
     return MappingProxyType(devices)
 
 

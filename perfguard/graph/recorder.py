@@ -108,6 +108,7 @@ class Recorder(TorchDispatchMode):
         """None: it follows from whether autograd is running."""
         self.ops: list[Op] = []
         self._views = 0
+        self._attributes: dict[str, Any] = {}
         self._modules = modules
         self._module_of_node: dict[int, str] = {}
         self._index_by_address: dict[int, int] = {}
@@ -146,6 +147,15 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.phase = before
+
+    @contextmanager
+    def with_attributes(self, **attributes: Any) -> Iterator[None]:
+        """Every operator inside has these ``attributes``."""
+        before, self._attributes = self._attributes, self._attributes | attributes
+        try:
+            yield
+        finally:
+            self._attributes = before
 
     @contextmanager
     def freeing_in_next_step(self, after: int) -> Iterator[None]:
@@ -242,7 +252,9 @@ class Recorder(TorchDispatchMode):
             module=module,
             shape=tuple(outputs[0].shape) if outputs else (),
             dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
-            attributes=attributes_of(operator.name, operator.kind, args) | ({"views": self._views} if self._views else {}),
+            attributes=attributes_of(operator.name, operator.kind, args)
+            | self._attributes
+            | ({"views": self._views} if self._views else {}),
         )
         self._bury()
         self.ops.append(op)
