@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -814,6 +815,62 @@ def test_an_evaluation_with_a_larger_batch_has_its_own_peak(before: bool) -> Non
         parameter.numel() for parameter in convolutional().parameters()
     )
     assert captured.steps == 30
+
+
+# --- The largest moment ---------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_trained_later_are_a_phase() -> None:
+    def objective() -> None:
+        model = perceptron().cuda()
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters())
+        fit(model, rows(), optimizer, epochs=1)
+        model[2].requires_grad_(True)
+        fit(model, rows(), optimizer, epochs=2)
+
+    captured = capture(objective, A100)
+    later = captured.phases["a later step"]
+    num_bytes = 4 * (256 * 256 + 256)
+    assert later.peak_live_bytes - captured.graph.peak_live_bytes >= 3 * num_bytes  # a gradient and two states
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_evaluation_apart_from_the_first_epoch_is_a_phase(before: bool) -> None:
+    def objective() -> None:
+        model = perceptron().cuda()
+        if before:
+            evaluate(model, rows(9000, 9000))
+        for _ in range(2):
+            fit(model, rows(), torch.optim.SGD(model.parameters(), lr=0.1), epochs=1)
+            evaluate(model, rows(64))
+        if not before:
+            evaluate(model, rows(9000, 9000))
+
+    phases = capture(objective, A100).phases
+    assert max(phases, key=lambda name: phases[name].peak_live_bytes) == "an evaluation"
+    assert phases["an evaluation"].peak_live_bytes > 2 * 4 * 9000 * 256
+    assert phases["an evaluation"].mode == "infer"
+
+
+@pytest.mark.filterwarnings("ignore:for .*non-meta parameter")
+@pytest.mark.parametrize(
+    ("place", "copies"), [("cuda", 1), (torch.device("cuda", 0), 1), ({"cpu": "cuda:0"}, 1), ("cpu", 0), (None, 0)]
+)
+def test_a_file_that_is_loaded_onto_the_device_is_there_beside_the_model(place: Any, copies: int, tmp_path: Path) -> None:
+    weights = perceptron().state_dict()
+    torch.save({"model": weights, "epoch": torch.tensor(3)}, tmp_path / "model.pt")
+
+    def objective(loads: bool) -> None:
+        model = perceptron().cuda()
+        if loads:
+            found = torch.load(tmp_path / "model.pt", map_location=place)
+            assert found["epoch"].item() == 3
+            model.load_state_dict(found["model"])
+        fit(model, rows(), torch.optim.AdamW(model.parameters()))
+
+    with_file, without = (capture(partial(objective, loads), A100).graph.peak_live_bytes for loads in (True, False))
+    assert with_file - without == copies * (8 + sum(weight.nbytes for weight in weights.values()))
 
 
 # --- Beside a real run ----------------------------------------------------------------------------------------------------------
