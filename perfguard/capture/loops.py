@@ -141,13 +141,12 @@ class Generations:
             config = kwargs.get("generation_config") or model.generation_config
             self._keeps_cache = kwargs.get("use_cache", config.use_cache) is not False
             found = own(model, *args, **kwargs)
-            ids = found if isinstance(found, torch.Tensor) else found.sequences
-            if not ids.is_meta or ids.shape[1] >= self._longest:
-                return found
-            longest = ids.new_empty(ids.shape[0], self._longest)
-            if ids is found:
-                return longest
-            found.sequences = longest
+            ids = getattr(found, "sequences", found)
+            if ids.is_meta and ids.shape[1] < self._longest:
+                longest = ids.new_empty(ids.shape[0], self._longest)
+                if ids is found:
+                    return longest
+                found.sequences = longest
             return found
 
         return generate

@@ -68,13 +68,13 @@ class HostTensors(TorchDispatchMode):
     def __init__(self, device: Device, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cpu = device.kind == "cpu"
-        self._recorder = recorder
+        self.recorder = recorder
         self._twins: weakref.WeakKeyDictionary[Any, dict[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
         """Of tensors of the host that operators of the device have read: by their storage, and by their place in it."""
         self.num_copies = 0
         """Tensors that were copied to the device."""
         self.left_at: list[int] = []
-        """Number of operators where a model has left the device."""
+        """Numbers of operators at which a model has left the device."""
         self.in_forward = False
         """Whether a model computes. What it reads of a batch are the inputs."""
         self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
@@ -87,16 +87,12 @@ class HostTensors(TorchDispatchMode):
         with _disable_current_modes():
             self._sources[twin.untyped_storage()] = empty_twin(twin), source.detach()
 
-    def note_leaving(self) -> None:
-        """Note that a model leaves the device."""
-        self.left_at.append(len(self._recorder.ops))
-
     def restored(self, source: torch.Tensor) -> torch.Tensor:
         """Return the twin on the device of a tensor of a file."""
         twin = empty_twin(source)
         if not source.is_meta:
             self.remember(twin, source)
-        self._recorder.index_of(twin, name="torch.load")
+        self.recorder.index_of(twin, name="torch.load")
         return twin
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +117,7 @@ class HostTensors(TorchDispatchMode):
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if func.namespace == "c10d":
-            return run_collective(self._recorder, func, args, kwargs)
+            return run_collective(self.recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()
         if func is aten.equal.default:
@@ -144,11 +140,11 @@ class HostTensors(TorchDispatchMode):
             for tensor in tensors_in((args, kwargs)):
                 if tensor.is_meta and tensor.untyped_storage() in self._unread:
                     del self._unread[tensor.untyped_storage()]
-                    self._recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
+                    self.recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
         return func(*args, **kwargs)
 
     def _arrived(self, twin: torch.Tensor) -> torch.Tensor:
-        self._recorder.mark([("targets", twin)], StorageKind.INPUT)
+        self.recorder.mark([("targets", twin)], StorageKind.INPUT)
         self._unread[twin.untyped_storage()] = None
         return twin
 
@@ -299,10 +295,7 @@ def _refuse_quantized(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def staged(
-    device: Device,
-    loaded: Callable[[Any, LoaderEvent], Any],
-    host: HostTensors,
-    generations: Generations,
+    device: Device, loaded: Callable[[Any, LoaderEvent], Any], host: HostTensors, generations: Generations
 ) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
@@ -376,7 +369,7 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
             found = fn(tensor)
             if not tensor.is_meta or found.is_meta:
                 return found
-            host.note_leaving()
+            host.left_at.append(len(host.recorder.ops))
             return tensor.to(found.dtype)
 
         return own(self, moved, *args, **kwargs)

@@ -280,12 +280,10 @@ class _Watch:
         self._lives += [life for life in cut if life is not None]
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
         number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
+        if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
+            number += 1
         begin, end, after = self._step(number)
         judged = [(begin, end)]
-        if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
-            phases["a step with an evaluation"] = self._graph("train", begin, end, after)
-            begin, end, after = self._step(number + 1)
-            judged.append((begin, end))
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         if evaluation := self._evaluation():
@@ -312,14 +310,14 @@ class _Watch:
             change[life.birth] += life.num_bytes
             change[1 + (len(ops) if life.death is None else life.death)] -= life.num_bytes
         live = change.cumsum()[: len(ops)]
-        counts[self._first_forward() : marks[:5][-1]] = True
+        counts[marks[0] if self._stages else self._first_forward() : marks[:5][-1]] = True
         counts[self._end_of_first_epoch() : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True
         for begin, end in judged:
             is_judged[begin:end] = True
         live_beside = np.where(counts & ~is_judged, live, 0.0)
-        at = int(live_beside.argmax())
-        if live_beside[at] <= (1 + share) * live[is_judged].max():
+        if live_beside.max(initial=0.0) <= (1 + share) * live[is_judged].max(initial=0.0):
             return {}
+        at = int(live_beside.argmax())
         forward, evaluates = max((seen for seen in self._forwards if seen[0] <= at), default=(0, False))
         step = bisect_right(marks, at)
         begin, end = marks[step - 1] if step else self._first_forward(), marks[step] if step < len(marks) else len(ops)
@@ -328,8 +326,7 @@ class _Watch:
             return {"an evaluation": self._graph("infer", begin, min(end, next(trains, end)))}
         if step and forward < begin:
             return {"work between two steps, such as a checkpoint": self._graph("infer", begin, end)}
-        name = "a later step" if step else "an earlier stage" if self._stages else "the first step"
-        return {name: self._graph("train", begin, end)}
+        return {"a later step" if step else "the first step": self._graph("train", begin, end)}
 
     def _step(self, number: int) -> tuple[int, int, int | None]:
         """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
