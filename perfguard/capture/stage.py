@@ -511,18 +511,21 @@ def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_
     """Load a file on the host. What belongs on the device is on meta then, and is there a second time."""
 
     def load(f: Any, map_location: Any = None, *_: Any, **kwargs: Any) -> Any:
-        on_device: set[int] = set()
+        found: set[int] = set()
+
+        def is_on_device(location: str) -> bool:
+            to = map_location.get(location, location) if isinstance(map_location, dict) else map_location or location
+            return device_kind == "cuda" and str(to).startswith("cuda")  # a function mostly says: on the host
 
         def note(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-            to = map_location.get(location, location) if isinstance(map_location, dict) else map_location or location
-            if str(to).startswith("cuda") and device_kind == "cuda":  # a function mostly says: on the host
-                on_device.add(storage.data_ptr())
+            if is_on_device(location):
+                found.add(storage.data_ptr())
             return storage
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:  # it was saved in the dry run
-                return _host_values(tensor) if str(map_location) == "cpu" and device_kind == "cuda" else restored(tensor)
-            return restored(tensor) if tensor.untyped_storage().data_ptr() in on_device else tensor
+                return restored(tensor) if device_kind == "cpu" or is_on_device("cuda:0") else _host_values(tensor)
+            return restored(tensor) if tensor.untyped_storage().data_ptr() in found else tensor
 
         with _disable_current_modes():
             return tree_map_only(torch.Tensor, place, own(f, **{**kwargs, "map_location": note}))

@@ -446,4 +446,4 @@ def test_no_rank_hangs_under_a_launcher_when_the_verdict_raises() -> None:
 
 def test_process_group_must_be_there_before_the_first_trial() -> None:
     with pytest.raises(ConfigurationError, match=r"Make the process group before the first trial, by init_process_group"):
-        guarded(lambda _: 0.0, **settings(gpu=TOY_CPU))(None)  # type: ignore[arg-type]
+        guarded(lambda _: 0.0, **settings(gpu=TOY_CPU))(None)

@@ -109,8 +109,10 @@ def test_two_real_processes_hold_the_same(way: str, tmp_path: Path) -> None:
 def test_whole_weights_that_shards_are_gathered_into_are_a_phase(offloads: bool) -> None:
     def run() -> None:
         dist.init_process_group("nccl", rank=0, world_size=4)
-        model = nn.Sequential(*(fully_shard(nn.Linear(256, 256, bias=False, device="cuda")) for _ in range(8)))
-        optimizer = torch.optim.SGD(fully_shard(model).parameters())
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(8)))
+        for part in (*model, model):
+            fully_shard(part)
+        optimizer = torch.optim.SGD(model.parameters())
         for (x,) in DataLoader(TensorDataset(torch.zeros(16, 256)), 4):
             optimizer.zero_grad()
             model(x.cuda()).sum().backward()

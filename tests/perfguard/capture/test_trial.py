@@ -822,7 +822,7 @@ def test_an_evaluation_with_a_larger_batch_has_its_own_peak(before: bool) -> Non
 
 def test_layers_that_are_trained_later_are_a_phase() -> None:
     def objective() -> None:
-        model = perceptron().cuda()
+        model: Any = perceptron().cuda()
         model[2].requires_grad_(False)
         optimizer = torch.optim.Adam(model.parameters())
         fit(model, rows(), optimizer, epochs=1)
