@@ -172,8 +172,8 @@ class CapturedTrial:
     graph: OpGraph
     """One training step in the middle of training."""
     phases: Mapping[str, OpGraph] = field(default_factory=dict)
-    """Other phases, of which only the memory counts: "the evaluation" after the first epoch, and where the lengths of samples
-    vary, a training step with "the longest batch of 1000 samples"."""
+    """Other phases, of which only the memory counts: "the evaluation" after the first epoch, a training step with "the longest
+    batch of 1000 samples" where their lengths vary, and what runs wherever else more is alive than in all these."""
     steps_per_epoch: int | None = None
     """Optimizer steps of an epoch. None: the batches do not come from a DataLoader of known length."""
     steps: int | None = None

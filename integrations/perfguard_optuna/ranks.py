@@ -78,7 +78,8 @@ class Ranks:
             return cls(name) if leads_ranks() else None  # another rank with a trial has a study of its own
         if _group_size() == 1 or leads_ranks():
             raise ConfigurationError(
-                "There is no trial. Only the ranks other than 0 of a process group (torch.distributed) give None for it."
+                "There is no trial. Only the ranks other than 0 of a process group (torch.distributed) give None for it. "
+                "Make the process group before the first trial, by init_process_group() or Accelerator()."
             )
         return cls(name)
 

@@ -9,13 +9,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import dataloader
 
 from perfguard.capture import stage
+from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent, longest_batch
 
 _FILES = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
@@ -35,6 +37,7 @@ class _Pass:
     evaluates: bool = False
     """Whether a model has read its batches without gradients."""
     has_ended: bool = False
+    loop: CutLoop = field(default_factory=CutLoop)
 
 
 class Loaders:
@@ -78,6 +81,7 @@ class Loaders:
         """Number of operators where the second epoch begins. None: there is none."""
         self.longest = ""
         """Name of the longest batch, of which a step is made after the third. Empty: all are alike, as far as one can see."""
+        self.cut_evaluations: list[CutLoop] = []
         self._longest_batches: list[Any] | None = None
         """Batches of that step that are still to be given. None: it was not looked for yet."""
 
@@ -107,6 +111,8 @@ class Loaders:
             self._giving = [other for other in self._giving if not _are_alike(other, loader)]  # its pass was left by a `break`
             self._evaluates = False
         latest = self._passes.setdefault(id(loader), _Pass())
+        if event == "asked":
+            latest.loop.begins_at.append(self._num_operators())
         if event == "gave":
             latest.num_batches += 1
             if loader not in self._giving:
@@ -117,8 +123,15 @@ class Loaders:
             latest.has_ended = event != "begins"
             self._giving = [other for other in self._giving if other is not loader]
             if event == "asked":
+                self._note_missing(loader, latest)
                 raise StopIteration
         return None
+
+    def _note_missing(self, loader: Any, latest: _Pass) -> None:
+        with suppress(TypeError, NotImplementedError):  # it streams
+            if not latest.feeds:
+                latest.loop.num_seen, latest.loop.num_missing = latest.num_batches, len(loader) - latest.num_batches
+                self.cut_evaluations.append(latest.loop)
 
     def _longest_batch(self, loader: Any) -> Any:
         if self._longest_batches is None and len(self._used) >= 3:
@@ -128,7 +141,8 @@ class Loaders:
 
     def _shows_nothing_new(self, latest: _Pass) -> bool:
         if not latest.feeds:
-            return self._evaluates and latest.num_batches >= 2 and not self.may_spare
+            enough = ITERATIONS if self._num_epochs < 2 else 2
+            return self._evaluates and latest.num_batches >= enough and not self.may_spare
         if len(self._used) < 3:
             return False
         if self._num_epochs > 1:

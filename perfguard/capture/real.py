@@ -57,7 +57,7 @@ class RealStep(Recorder):
         self._steps: list[Counter[str]] = []
         self._marks = [0]
         # One of two optimizers does not make a whole step. Where lengths vary or stages differ, no two steps need be alike.
-        is_comparable = captured.num_optimizers == 1 and set(captured.phases) <= {"the evaluation"}
+        is_comparable = captured.num_optimizers == 1 and set(captured.phases) <= {"the evaluation", "an evaluation"}
         is_long = captured.steps is None or captured.steps >= 10  # the recorded step is slow, and the step time a median
         self._is_over = captured.graph.unmodelled != () or not is_comparable or not is_long
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
@@ -43,6 +44,7 @@ from perfguard.graph.shape_rules import empty_twin
 from perfguard.graph.trace import META
 
 if TYPE_CHECKING:
+    from perfguard.capture.loops import Generations
     from perfguard.devices import Device
 
 LoaderEvent = Literal["begins", "asked", "gave", "ended"]
@@ -66,11 +68,13 @@ class HostTensors(TorchDispatchMode):
     def __init__(self, device: Device, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cpu = device.kind == "cpu"
-        self._recorder = recorder
+        self.recorder = recorder
         self._twins: weakref.WeakKeyDictionary[Any, dict[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
         """Of tensors of the host that operators of the device have read: by their storage, and by their place in it."""
         self.num_copies = 0
         """Tensors that were copied to the device."""
+        self.left_at: list[int] = []
+        """Numbers of operators at which a model has left the device."""
         self.in_forward = False
         """Whether a model computes. What it reads of a batch are the inputs."""
         self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
@@ -82,6 +86,14 @@ class HostTensors(TorchDispatchMode):
         """Note that ``twin`` on the device has the values of ``source``."""
         with _disable_current_modes():
             self._sources[twin.untyped_storage()] = empty_twin(twin), source.detach()
+
+    def restored(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the twin on the device of a tensor of a file."""
+        twin = empty_twin(source)
+        if not source.is_meta:
+            self.remember(twin, source)
+        self.recorder.index_of(twin, name="torch.load")
+        return twin
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the host reads of a tensor on the device: labels and sizes are read back."""
@@ -108,15 +120,18 @@ class HostTensors(TorchDispatchMode):
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if func.namespace == "c10d":
-            return run_collective(self._recorder, func, args, kwargs)
+            return run_collective(self.recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()
         if func is aten.equal.default:
             return False
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
             return self.values_of(args[0]).to(kwargs.get("dtype") or args[0].dtype)
-        if func is aten.copy_.default and not args[0].is_meta:
-            return args[0]
+        if func is aten.copy_.default:
+            if not args[0].is_meta:
+                return args[0]
+            if not args[1].is_meta:  # it goes to its place at once, as the weights of a file do
+                args = args[0], args[0], *args[2:]
         if func is aten.index.Tensor and any(_is_host_mask(index) for index in args[1]):
             args = args[0], [part for index in args[1] for part in _positions(index)]
         if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
@@ -128,11 +143,11 @@ class HostTensors(TorchDispatchMode):
             for tensor in tensors_in((args, kwargs)):
                 if tensor.is_meta and tensor.untyped_storage() in self._unread:
                     del self._unread[tensor.untyped_storage()]
-                    self._recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
+                    self.recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
         return func(*args, **kwargs)
 
     def _arrived(self, twin: torch.Tensor) -> torch.Tensor:
-        self._recorder.mark([("targets", twin)], StorageKind.INPUT)
+        self.recorder.mark([("targets", twin)], StorageKind.INPUT)
         self._unread[twin.untyped_storage()] = None
         return twin
 
@@ -284,26 +299,31 @@ def _refuse_quantized(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterator[None]:
+def staged(
+    device: Device, loaded: Callable[[Any, LoaderEvent], Any], host: HostTensors, generations: Generations
+) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
         device: the guarded device.
         loaded: is called as ``loaded(loader, event)`` when a DataLoader begins, is asked for a batch, gave it, or has ended. When
             the loader is asked, it may raise StopIteration, or return another batch.
+        host: learns what `torch.load` puts on the device, and when a model leaves it.
+        generations: follows how text is generated.
     """
     with ExitStack() as stack:
         replace = replacing(stack)
+        generations.follow(replace)
         replace(nn.Parameter, "__new__", _making_on_meta)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
-        replace(nn.Module, "_apply", _staying_on_meta)
+        replace(nn.Module, "_apply", lambda own: _staying_on_meta(own, host))
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
-            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device))
+            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device, generations))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded, replace))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
-        replace(torch, "load", _loading_on_the_host)
+        replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
         for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as the device picks them
             module = __import__(name, fromlist=[""])
@@ -344,7 +364,7 @@ def _registering_on_meta(own: Any) -> Any:
     return register_buffer
 
 
-def _staying_on_meta(own: Any) -> Any:
+def _staying_on_meta(own: Any, host: HostTensors) -> Any:
     """A model that is moved to the host at the end of training has no values there, either."""
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -352,17 +372,21 @@ def _staying_on_meta(own: Any) -> Any:
             if not tensor.is_meta and getattr(tensor, "bnb_quantized", False):
                 _refuse_quantized(tensor)
             found = fn(tensor)
-            return tensor.to(found.dtype) if tensor.is_meta and not found.is_meta else found
+            if not tensor.is_meta or found.is_meta:
+                return found
+            host.left_at.append(len(host.recorder.ops))
+            return tensor.to(found.dtype)
 
         return own(self, moved, *args, **kwargs)
 
     return _apply
 
 
-def _using_libraries(own: Any, replace: Replace, device: Device) -> Any:
+def _using_libraries(own: Any, replace: Replace, device: Device, generations: Generations) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bitsandbytes_on_meta(replace)
+        generations.follow(replace)
         if device.kind == "cuda":
             trl_on_meta(replace)
         own(self, *args, **kwargs)
@@ -370,13 +394,35 @@ def _using_libraries(own: Any, replace: Replace, device: Device) -> Any:
     return __init__
 
 
-def _validate_after_cut_epochs(replace: Replace) -> None:
-    """Let Lightning validate after an epoch that was cut short: it counts batches to know when (Lightning 2.6)."""
+def _evaluate_after_cut_epochs(replace: Replace) -> None:
+    """Let trainers evaluate after an epoch that was cut short: they count batches or steps to know when.
+
+    Lightning 2.6 validates after each epoch. Transformers' Trainer (5.24) does so once where it counts steps, so that a stopping
+    criterion, which sees zeros, stops no trial.
+    """
+    callbacks = sys.modules.get("transformers.trainer_callback")
+    flow = getattr(callbacks, "DefaultFlowCallback", None)
+    if flow is not None and not hasattr(flow.on_epoch_end, "__wrapped__"):
+        replace(flow, "on_epoch_end", _evaluating_once)
     for package in ("lightning.pytorch", "pytorch_lightning"):
         loops = sys.modules.get(f"{package}.loops.training_epoch_loop")
         loop = getattr(loops, "_TrainingEpochLoop", None)
         if loop is not None and not hasattr(loop.run, "__wrapped__"):
             replace(loop, "run", _running_validation)
+
+
+def _evaluating_once(own: Any) -> Any:
+    evaluated: list[bool] = []
+
+    @functools.wraps(own)
+    def on_epoch_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control = own(self, args, state, control, **kwargs)
+        if args.eval_strategy == "steps" and not evaluated:
+            evaluated.append(True)
+            control.should_evaluate = True
+        return control
+
+    return on_epoch_end
 
 
 def _running_validation(own: Any) -> Any:
@@ -395,7 +441,7 @@ def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any], replace:
     """A dry run reads few batches, so no worker is started for them."""
 
     def __iter__(self: Any) -> Any:
-        _validate_after_cut_epochs(replace)
+        _evaluate_after_cut_epochs(replace)
         loaded(self, "begins")
         changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
         before = {name: getattr(self, name) for name in changed}
@@ -466,10 +512,28 @@ def _size_of(sample: Any) -> int:
     return sum(map(_size_of, sample)) if isinstance(sample, (tuple, list)) else 1
 
 
-def _loading_on_the_host(own: Any) -> Any:
-    def load(*args: Any, **kwargs: Any) -> Any:
+def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_kind: str) -> Any:
+    """Load a file on the host. What belongs on the device is on meta then, and is there a second time."""
+
+    def load(f: Any, map_location: Any = None, *_: Any, **kwargs: Any) -> Any:
+        found: set[int] = set()
+
+        def is_on_device(location: str) -> bool:
+            to = map_location.get(location, location) if isinstance(map_location, dict) else map_location or location
+            return device_kind == "cuda" and str(to).startswith("cuda")  # a function mostly says: on the host
+
+        def note(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+            if is_on_device(location):
+                found.add(storage.data_ptr())
+            return storage
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_meta:  # it was saved in the dry run
+                return restored(tensor) if device_kind == "cpu" or is_on_device("cuda:0") else _host_values(tensor)
+            return restored(tensor) if tensor.untyped_storage().data_ptr() in found else tensor
+
         with _disable_current_modes():
-            return own(*args[:1], **{**kwargs, "map_location": "cpu"})
+            return tree_map_only(torch.Tensor, place, own(f, **{**kwargs, "map_location": note}))
 
     return load
 

@@ -11,17 +11,20 @@ import gc
 import math
 import time
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.loaders import Loaders
+from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
@@ -70,7 +73,7 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(tracing(target, makes_on=None))
-        stack.enter_context(staged(device, watch.loaders.load))
+        stack.enter_context(staged(device, watch.loaders.load, watch.host, watch.generations))
         watch.enter(stack)
         try:
             run()
@@ -91,9 +94,10 @@ class _Watch:
         self._paths = paths
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
-        self._host = HostTensors(device, self._recorder)
-        self._placement = Placement(device, self._recorder, self._host)
+        self.host = HostTensors(device, self._recorder)
+        self._placement = Placement(device, self._recorder, self.host)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
+        self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, device.kind)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
@@ -105,8 +109,8 @@ class _Watch:
         """Number of tensors copied to the device, likewise."""
         self._stages: list[tuple[int, int, int | None]] = []
         """A step of each earlier optimizer."""
-        self._evaluated: list[int] = []
-        """Number of operators where a model computed without gradients."""
+        self._forwards: list[tuple[int, bool]] = []
+        """Number of operators where a model began to compute, and whether it did so without gradients."""
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers."""
         self._stepped: dict[int, int] = {}
@@ -120,6 +124,9 @@ class _Watch:
         self._compiled = False
         self._has_paged_states = False
         self._parts: list[str] = []
+        self._lives: list[Life] = []
+        """What was recorded of each storage, and what loops that were cut short would hold besides."""
+        self._held: Mapping[int, tuple[StorageKind, str]] = {}
 
     def enter(self, stack: ExitStack) -> None:
         """Register what follows the objective, and enter the modes."""
@@ -133,7 +140,7 @@ class _Watch:
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
         self._ranks.enter(stack, replace)
         stack.enter_context(self._recorder)
-        stack.enter_context(self._host)
+        stack.enter_context(self.host)
         stack.enter_context(self._paths)
         stack.enter_context(self._placement)
 
@@ -155,10 +162,9 @@ class _Watch:
             self._begin_forward(module, args)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        self._placement.in_forward = self._host.in_forward = True
+        self._placement.in_forward = self.host.in_forward = True
         evaluates = not torch.is_grad_enabled()
-        if evaluates:
-            self._evaluated.append(len(self._recorder.ops))
+        self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
@@ -174,7 +180,7 @@ class _Watch:
         if self._depth:
             self._depth -= 1
             if not self._depth:
-                self._placement.in_forward = self._host.in_forward = False
+                self._placement.in_forward = self.host.in_forward = False
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [named for root in self._roots.values() for named in root.named_parameters()]
@@ -232,10 +238,10 @@ class _Watch:
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
             return
-        if len(self.marks) < 5:  # what is left behind later is in no step that is looked at
+        if len(self.marks) < 5 or self.loaders.first_ended_at is not None:  # else what is left behind is in no step that counts
             gc.collect()
         self.marks.append(len(self._recorder.ops))
-        self._copies.append(self._host.num_copies)
+        self._copies.append(self.host.num_copies)
         self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
@@ -268,22 +274,59 @@ class _Watch:
         """
         if not self.marks:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
+        self._held = self._lasting()
+        self._lives = self._recorder.lives()
+        cut = [loop.missing(self._recorder.ops, self._lives) for loop in (*self.loaders.cut_evaluations, *self.generations.loops)]
+        self._lives += [life for life in cut if life is not None]
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
         number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
-        begin, end, after = self._step(number)
         if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
-            phases["a step with an evaluation"] = self._graph("train", begin, end, after)
-            begin, end, after = self._step(number + 1)
+            number += 1
+        begin, end, after = self._step(number)
+        judged = [(begin, end)]
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         if evaluation := self._evaluation():
             phases["the evaluation"] = self._graph("infer", *evaluation)
+            judged.append(evaluation)
         if self.loaders.longest and len(self.marks) > 3:  # a trainer that fetches ahead runs it one step later
-            spans = zip(self.marks[2:4], self.marks[3:5], strict=False)
+            spans = [*zip(self.marks[2:4], self.marks[3:5], strict=False)]
             steps_after = [self._graph("train", begin, end) for begin, end in spans]
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
+            judged += spans
+        phases |= self._largest_beside(judged)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped))
+
+    def _largest_beside(self, judged: Sequence[tuple[int, int]], *, share: float = 0.01) -> Mapping[str, OpGraph]:
+        """Return what runs where more is alive than in all that is ``judged``, by a ``share`` at least. Empty: nothing does.
+
+        What comes before the first forward pass does not count: the host may have made it. Nor do later steps of the first epoch,
+        after which no garbage is collected.
+        """
+        ops, marks = self._recorder.ops, self.marks
+        change, counts, is_judged = np.zeros(len(ops) + 2), np.zeros(len(ops), np.bool_), np.zeros(len(ops), np.bool_)
+        for life in self._lives:
+            change[life.birth] += life.num_bytes
+            change[1 + (len(ops) if life.death is None else life.death)] -= life.num_bytes
+        live = change.cumsum()[: len(ops)]
+        counts[marks[0] if self._stages else self._first_forward() : marks[:5][-1]] = True
+        counts[self._end_of_first_epoch() : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True
+        for begin, end in judged:
+            is_judged[begin:end] = True
+        live_beside = np.where(counts & ~is_judged, live, 0.0)
+        if live_beside.max(initial=0.0) <= (1 + share) * live[is_judged].max(initial=0.0):
+            return {}
+        at = int(live_beside.argmax())
+        forward, evaluates = max((seen for seen in self._forwards if seen[0] <= at), default=(0, False))
+        step = bisect_right(marks, at)
+        begin, end = marks[step - 1] if step else self._first_forward(), marks[step] if step < len(marks) else len(ops)
+        if evaluates and all(op.phase is Phase.FORWARD for op in ops[forward : at + 1]):
+            trains = (where for where, evaluates in self._forwards if where > at and not evaluates)
+            return {"an evaluation": self._graph("infer", begin, min(end, next(trains, end)))}
+        if step and forward < begin:
+            return {"work between two steps, such as a checkpoint": self._graph("infer", begin, end)}
+        return {"a later step" if step else "the first step": self._graph("train", begin, end)}
 
     def _step(self, number: int) -> tuple[int, int, int | None]:
         """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
@@ -293,14 +336,17 @@ class _Watch:
         return marks[number], marks[number + 1], marks[number + 2] if len(marks) > number + 2 else None
 
     def _evaluates(self, number: int) -> bool:
-        return any(self.marks[number] <= at < self.marks[number + 1] for at in self._evaluated)
+        return any(evaluates and self.marks[number] <= at < self.marks[number + 1] for at, evaluates in self._forwards)
 
     def _evaluation(self) -> tuple[int, int] | None:
         """First and last operator of what was computed between the last step of the first epoch and the second epoch."""
-        ops, at = self._recorder.ops, self.loaders.first_ended_at
+        ops, at, begin = self._recorder.ops, self.loaders.first_ended_at, self._end_of_first_epoch()
         end = len(ops) if at is None else at
-        begin = 1 + max((index for index, op in enumerate(ops[:end]) if op.phase is not Phase.FORWARD), default=-1)
         return (begin, end) if any(op.module for op in ops[begin:end]) else None
+
+    def _end_of_first_epoch(self) -> int:
+        ops = self._recorder.ops[: self.loaders.first_ended_at]
+        return 1 + max((index for index, op in enumerate(ops) if op.phase is not Phase.FORWARD), default=-1)
 
     def _first_forward(self) -> int:
         found = (index for index, op in enumerate(self._recorder.ops) if op.module and op.phase is Phase.FORWARD)
@@ -320,7 +366,7 @@ class _Watch:
         return found
 
     def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:
-        ops, storages = cut_step(self._recorder.ops, self._recorder.lives(), self._lasting(), begin, end, after)
+        ops, storages = cut_step(self._recorder.ops, self._lives, self._held, begin, end, after)
         precision = self._precision
         if precision == "fp32":  # adapters, norms and the head may be in it, beside a model in half precision or quantized
             precision = _precision_of(ops)
@@ -371,7 +417,7 @@ def cut_step(
     """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.
 
     What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at
-    ``after``.
+    ``after``. None: what is cut out is no step of a loop, and has before it what came before.
     """
     number = end - begin
     window = ops[begin:end]
@@ -385,7 +431,7 @@ def cut_step(
         birth, death = life.birth - begin, math.inf if life.death is None else life.death - begin
         if index in place:
             rows.append(((0, place[index]), index, Storage(life.num_bytes, lasting[index][0], -1, number, name)))
-        elif birth >= number or death < 0 or (birth < 0 and death < number):
+        elif birth >= number or death < 0 or (birth < 0 and death < number and after is not None):
             continue
         elif kind is StorageKind.INPUT and (birth >= 0 or death >= number):
             same, until = latest.get((name, life.num_bytes), (index, -1))
@@ -394,9 +440,10 @@ def cut_step(
                 alias[index] = same
                 continue
             rows.append(((1, index), index, Storage(life.num_bytes, kind, -1, number - 1, name)))
-        elif birth < 0:  # it outlives steps
-            kind = StorageKind.BUFFER if kind is None else kind
-            rows.append(((order.get(kind, 5), index), index, Storage(life.num_bytes, kind, -1, number, path_inside(name))))
+        elif birth < 0:  # it outlives steps, or was left behind by what came before
+            kind = StorageKind.TEMPORARY if death < number else StorageKind.BUFFER if kind is None else kind
+            storage = Storage(life.num_bytes, kind, -1, int(min(death, number)), path_inside(name))
+            rows.append(((order.get(kind, 5), index), index, storage))
         else:
             final = int(death) if death < number else number
             if after is not None and life.death is not None and number <= death < after - begin:

@@ -424,13 +424,20 @@ def _advice(text: str) -> str:
             "data pointer of tensor that doesn't have storage", "Cannot access data pointer",
         ): "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
         "perfguard.opaque(function, example_outputs=...).",
+        ("device cpu but got meta",): "A forward that was replaced computes with the real weights, which it holds. Define it in "
+        "the class, or let a dry run of the objective show the step.",
+        ("one of the following scalar types",): 'Check the dtypes given to Workload(inputs=...): TensorSpec(shape, "int64") '
+        "gives integers.",
         ("positional argument", "unexpected keyword argument"): "Workload(inputs=...) gives forward one argument for each item "
         "of a tuple, one keyword for each key of a dict.",
     }  # fmt: skip
     for signs, advice in by_signs.items():
         if any(sign in text for sign in signs):
             return advice
-    if re.search(r"\b(shapes?|sizes?|dim|dims|dimensions?|channels?|broadcast\w*|elements)\b", text.lower()):
+    is_of_names = re.match(
+        r"(Key|Attribute|Name|Import|ModuleNotFound|FileNotFound|OS)Error\b", text
+    )  # which may contain such words
+    if not is_of_names and re.search(r"\b(shapes?|sizes?|dim|dims|dimensions?|channels?|broadcast\w*|elements)\b", text.lower()):
         return "Check the shapes given to Workload(inputs=...)."
     return "Run one step on real tensors: if it fails there too, the model or its inputs are the cause."
 

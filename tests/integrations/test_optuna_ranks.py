@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
@@ -362,3 +363,87 @@ def test_rank_with_a_study_of_its_own_waits_for_no_other() -> None:
 def test_none_is_no_trial_outside_a_process_group() -> None:
     with pytest.raises(ConfigurationError, match="There is no trial"):
         make_guard().trial(None, nn.Linear(64, 8), (32, 64))
+
+
+# --- Launchers of others --------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Linear):
+    """As the Trainer calls it."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return {"loss": super().forward(x).mean()}
+
+
+def by_accelerate(width: int) -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, loader = nn.Linear(64, width), DataLoader(TensorDataset(torch.ones(64, 64)), 8)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+
+
+def by_trainer(width: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    rows: Any = [{"x": torch.ones(64), "labels": torch.ones(1)}] * 64
+    options = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "num_train_epochs": 1}
+    transformers.Trainer(Wide(64, width), transformers.TrainingArguments(**options), train_dataset=rows).train()
+
+
+def by_lightning(width: int) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, width)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=1, strategy="ddp", devices=dist.get_world_size(), accelerator="cpu", **quiet)
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(64, 64)), 8))
+
+
+def makes_no_step(width: int) -> None:
+    pytest.importorskip("accelerate").Accelerator(cpu=True).wait_for_everyone()
+
+
+def launched(rank: int, train: Callable[[int], None], options: dict[str, Any], *widths: int) -> list[str]:
+    size, here = str(dist.get_world_size()), str(rank)
+    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, RANK=here, LOCAL_RANK=here, GROUP_RANK="0", TORCHELASTIC_RUN_ID="1")
+
+    def objective(single: optuna.Trial | None) -> float:
+        train(integration.TorchDistributedTrial(single).suggest_int("width", SMALL, LARGE))
+        return 0.0
+
+    return play(rank, guarded(objective, **settings(gpu=TOY_CPU, **options)), *widths)
+
+
+@pytest.mark.parametrize(("train", "number"), [(by_accelerate, 4), (by_trainer, 2), (by_lightning, 2)])
+def test_all_ranks_prune_together_under_launchers_of_others(train: Callable[[int], None], number: int, tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    ended = ends_of(number, launched, train, {"log": log}, SMALL, LARGE, SMALL)
+    assert ended == number * [["COMPLETE", "PRUNED", "COMPLETE"]]
+    records = MeasurementStore(log).records()
+    assert sorted(record.verdict.action for record in records if record.verdict) == ["launch", "launch", "prune"]
+    assert [record.status for record in records].count("ok") == 2
+
+
+def test_no_rank_hangs_under_a_launcher_when_the_verdict_raises() -> None:
+    ended = ends_of(2, launched, makes_no_step, {"strict": True}, SMALL)
+    assert ended[0].startswith("UnguardedTrialError")
+    assert ended[1].startswith("UnguardedTrialError: Rank 0 could not begin the trial")
+    assert ends_of(2, launched, makes_no_step, {}, SMALL) == 2 * [["COMPLETE"]]
+
+
+def test_process_group_must_be_there_before_the_first_trial() -> None:
+    with pytest.raises(ConfigurationError, match=r"Make the process group before the first trial, by init_process_group"):
+        guarded(lambda _: 0.0, **settings(gpu=TOY_CPU))(None)

@@ -210,6 +210,22 @@ def test_files_stay_as_they_are(dry: Callable[..., DryRuns], tmp_path: Path) -> 
     database.close()
 
 
+@pytest.mark.parametrize(("place", "copies"), [("cuda:0", 1), (None, 1), ("cpu", 0)])
+def test_a_checkpoint_of_the_trial_is_loaded_beside_what_training_has_left(
+    place: str | None, copies: int, dry: Callable[..., DryRuns], tmp_path: Path
+) -> None:
+    def objective(ask: Ask) -> None:
+        model = train(width=1000, batch=4)
+        torch.save({"model": model.state_dict()}, tmp_path / "best.pt")
+        model.load_state_dict(torch.load(tmp_path / "best.pt", map_location=place)["model"])
+
+    found = dry(objective).capture(no_params)
+    num_bytes = 4 * (21 * 1000 + 3 * 1001)
+    peaks = [phase.peak_live_bytes for name, phase in found.phases.items() if "checkpoint" in name]
+    assert len(peaks) == copies
+    assert all(3 * num_bytes <= peak < 4 * num_bytes for peak in peaks)  # and the gradients
+
+
 @pytest.mark.parametrize("store", ["http://127.0.0.1:9", "sqlite:///{folder}/mlflow.db"])
 def test_mlflow_starts_no_run(store: str, dry: Callable[..., DryRuns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server is another process, so a sandbox for files does not keep a run from being made there."""

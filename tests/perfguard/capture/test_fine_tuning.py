@@ -220,10 +220,76 @@ def test_workload_has_the_constants_of_quantized_weights_and_refuses_others_by_n
     assert constants == 4 * (256 * 128 // 64 + 16)
 
 
+# --- Transformers' Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(32, dtype=torch.int64), "labels": torch.zeros(32, dtype=torch.int64)}
+
+
+def quiet(folder: Path) -> dict[str, Any]:
+    return {"output_dir": str(folder), "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": False}
+
+
+def by_trainer(folder: Path, *, trainer: Any = transformers.Trainer, metrics: Any = None, **options: Any) -> CapturedTrial:
+    def objective() -> None:
+        arguments = transformers.TrainingArguments(per_device_train_batch_size=4, num_train_epochs=1, **quiet(folder), **options)
+        data = Tokens()
+        trainer(model=llama(), args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=metrics).train()
+
+    return capture(objective, A100, spares=False)
+
+
+class WithItsOwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(input_ids=inputs["input_ids"]).logits.erfinv().mean()
+
+
+def test_loss_is_the_one_that_the_trainer_computes(tmp_path: Path) -> None:
+    names = [op.name for op in by_trainer(tmp_path, trainer=WithItsOwnLoss).graph.ops]
+    assert "erfinv" in names
+    assert not any("nll_loss" in name for name in names)
+
+
+LOGITS = 4 * 256 * 32 * VOCABULARY
+"""Bytes of an evaluation's batch of 256."""
+
+
+@pytest.mark.parametrize("strategy", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 500}])
+@pytest.mark.parametrize(
+    ("options", "num_kept"),
+    [({}, 0), ({"metrics": lambda _: {}}, 16), ({"metrics": lambda _: {}, "eval_accumulation_steps": 1}, 0)],
+    ids=["loss", "metrics", "metrics on the host"],
+)
+def test_evaluation_is_counted_with_the_logits_that_the_trainer_collects(
+    strategy: dict[str, Any], options: dict[str, Any], num_kept: int, tmp_path: Path
+) -> None:
+    """A batch of 256 beside a training batch of 4 once changed nothing."""
+    found = by_trainer(tmp_path, per_device_eval_batch_size=256, **strategy, **options)
+    peak = found.phases["the evaluation"].peak_live_bytes
+    assert peak > found.graph.peak_live_bytes
+    # Each batch is joined to those before, so both are there for a moment.
+    assert 2 * num_kept * LOGITS <= peak < 2 * (num_kept + 2) * LOGITS
+
+
+def test_optimizer_is_the_one_that_the_trainer_makes(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    wide = held(by_trainer(tmp_path), StorageKind.OPTIMIZER_STATE)
+    narrow = held(by_trainer(tmp_path, optim="adamw_8bit"), StorageKind.OPTIMIZER_STATE)
+    matrices, embedding = LAYERS * LAYER + TABLES // 2, TABLES // 2  # the Trainer keeps embeddings in 32 bits
+    assert wide - narrow == pytest.approx(2 * 3 * matrices, rel=0.03)
+    assert narrow > 2 * (matrices + 4 * embedding)
+
+
 # --- TRL ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_sft_trainer_keeps_a_tile_of_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+def test_sft_trainer_keeps_a_tile_of_logits(packing: bool, tmp_path: Path) -> None:
     # The tile is as wide as 32,768 words whatever the vocabulary. Triton's kernels make no copies of it.
     trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
     words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": 2 + number for number in range(400)}}
@@ -233,11 +299,18 @@ def test_sft_trainer_keeps_a_tile_of_logits(tmp_path: Path) -> None:
     texts = datasets.Dataset.from_dict({"text": [" ".join(f"w{number}" for number in range(32))] * 64})
 
     def objective() -> None:
-        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": False}
-        options = trl.SFTConfig(str(tmp_path), per_device_train_batch_size=4, max_length=32, num_train_epochs=1, **quiet)
+        evaluates: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 64}
+        options = trl.SFTConfig(
+            per_device_train_batch_size=4, max_length=32, num_train_epochs=1, packing=packing, **quiet(tmp_path), **evaluates
+        )
         adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         trl.SFTTrainer(
-            model=llama(), args=options, train_dataset=texts, processing_class=processing, peft_config=adapters
+            model=llama(),
+            args=options,
+            train_dataset=texts,
+            eval_dataset=texts,
+            processing_class=processing,
+            peft_config=adapters,
         ).train()
 
     found = capture(objective, A100)
@@ -245,3 +318,4 @@ def test_sft_trainer_keeps_a_tile_of_logits(tmp_path: Path) -> None:
     assert_adapters_train(found)
     tiles = [storage for storage in found.graph.storages if storage.num_bytes >= 2 * 100 * 32_768]
     assert len(tiles) == 2  # of the forward and of the backward pass
+    assert found.phases["the evaluation"].peak_live_bytes > 2 * 64 * 32 * 402  # whole logits, in half precision

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -102,6 +103,25 @@ def test_two_real_processes_hold_the_same(way: str, tmp_path: Path) -> None:
     peak, left = real_bytes(way, tmp_path)
     assert abs(left - graph.live_bytes[-1]) < few
     assert -few < peak - max(graph.peak_live_bytes, at_gather + gathered) < 2 * gathered + few
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_whole_weights_that_shards_are_gathered_into_are_a_phase(offloads: bool) -> None:
+    def run() -> None:
+        dist.init_process_group("nccl", rank=0, world_size=4)
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(8)))
+        for part in (*model, model):
+            fully_shard(part)
+        optimizer = torch.optim.SGD(model.parameters())
+        for (x,) in DataLoader(TensorDataset(torch.zeros(16, 256)), 4):
+            optimizer.zero_grad()
+            model(x.cuda()).sum().backward()
+            optimizer.step()
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offloads))
+
+    checkpoints = [phase for name, phase in capture(run, A100).phases.items() if "checkpoint" in name]
+    assert bool(checkpoints) != offloads
+    assert all(phase.peak_live_bytes > 8 * 4 * 256 * 256 for phase in checkpoints)
 
 
 def test_shards_become_smaller_with_more_ranks_and_the_gathered_block_does_not() -> None:

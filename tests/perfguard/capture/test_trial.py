@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -720,11 +721,11 @@ def test_evaluation_within_the_first_steps_is_not_in_each_step() -> None:
             F.cross_entropy(model(x.cuda()), y.cuda()).backward()
             optimizer.step()
             if number % 100 == 0:
-                evaluate(model, rows(320))
+                evaluate(model, rows(3200, batch=800))
 
     captured = capture(objective, A100)
     assert len([op for op in captured.graph.ops if op.name == "addmm"]) == 1
-    assert len([op for op in captured.phases["a step with an evaluation"].ops if op.name == "addmm"]) > 1
+    assert {op.shape for op in captured.phases["an evaluation"].ops if op.name == "addmm"} == {(800, 3)}
 
 
 def test_objective_that_counts_to_a_number_of_steps_ends_there() -> None:
@@ -814,6 +815,56 @@ def test_an_evaluation_with_a_larger_batch_has_its_own_peak(before: bool) -> Non
         parameter.numel() for parameter in convolutional().parameters()
     )
     assert captured.steps == 30
+
+
+# --- The largest moment ---------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_trained_later_are_a_phase() -> None:
+    def objective() -> None:
+        model: Any = perceptron().cuda()
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters())
+        fit(model, rows(), optimizer, epochs=1)
+        model[2].requires_grad_(True)
+        fit(model, rows(), optimizer, epochs=2)
+
+    captured = capture(objective, A100)
+    later = captured.phases["a later step"]
+    num_bytes = 4 * (256 * 256 + 256)
+    assert later.peak_live_bytes - captured.graph.peak_live_bytes >= 3 * num_bytes  # a gradient and two states
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_evaluation_apart_from_the_first_epoch_is_a_phase(before: bool) -> None:
+    def objective() -> None:
+        model = perceptron().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for size in (9000, 64) if before else (64, 64):
+            evaluate(model, rows(size, size))
+            fit(model, rows(), optimizer, epochs=1)
+        evaluate(model, rows(9000, 9000))
+
+    found = capture(objective, A100).phases["an evaluation"]
+    assert (found.mode, found.peak_live_bytes > 2 * 4 * 9000 * 256) == ("infer", True)
+
+
+@pytest.mark.filterwarnings("ignore:for .*non-meta parameter")
+@pytest.mark.parametrize(
+    ("place", "copies"), [("cuda", 1), (torch.device("cuda", 0), 1), ({"cpu": "cuda:0"}, 1), ("cpu", 0), (None, 0)]
+)
+def test_a_file_that_is_loaded_onto_the_device_is_there_beside_the_model(place: Any, copies: int, tmp_path: Path) -> None:
+    weights = perceptron().state_dict()
+    torch.save({"model": weights}, tmp_path / "model.pt")
+
+    def objective(loads: bool) -> None:
+        model = perceptron().cuda()
+        found = torch.load(tmp_path / "model.pt", map_location=place) if loads else {"model": model.state_dict()}
+        model.load_state_dict(found["model"])
+        fit(model, rows(), torch.optim.AdamW(model.parameters()))
+
+    with_file, without = (capture(partial(objective, loads), A100).graph.peak_live_bytes for loads in (True, False))
+    assert with_file - without == copies * sum(weight.nbytes for weight in weights.values())
 
 
 # --- Beside a real run ----------------------------------------------------------------------------------------------------------

@@ -357,11 +357,23 @@ def fails(x: torch.Tensor) -> torch.Tensor:
 LIVE = mlp()
 
 
+def with_replaced_forward() -> nn.Module:
+    model = mlp()
+    model.forward = functools.partial(model.forward)  # type: ignore[method-assign]
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model": nn.Sequential(Apply(fails), nn.Linear(8, 4))}, r"AssertionError\. Run one step on real tensors"),
         ({"model": nn.Sequential(Apply(lambda x: x.no_such_name), nn.Linear(8, 4))}, "Run one step on real tensors"),
+        (
+            {"model": nn.Sequential(Apply(lambda x: {"x": x}["size"]), nn.Linear(8, 4))},
+            r"KeyError: 'size'\. Run one step on real",
+        ),
+        ({"model": nn.Embedding(10, 8)}, r"Check the dtypes given to Workload\(inputs=\.\.\.\): TensorSpec\(shape, \"int64\"\)"),
+        ({"model": with_replaced_forward()}, "A forward that was replaced computes with the real weights"),
         ({"model": nn.Sequential(Apply(lambda x, y: x), nn.Linear(8, 4))}, "one argument for each item of a tuple"),
         (
             {"model": nn.Embedding(10, 8, sparse=True), "inputs": TensorSpec((4, 2), "int64")},
