@@ -103,6 +103,8 @@ class _Watch:
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
         """Number of tensors copied to the device, likewise."""
+        self._batches: list[int] = []
+        """Number of batches that models have read, likewise."""
         self._stages: list[tuple[int, int, int | None]] = []
         """A step of each earlier optimizer."""
         self._evaluated: list[int] = []
@@ -155,7 +157,7 @@ class _Watch:
             self._begin_forward(module, args)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        self._placement.in_forward = self._host.in_forward = True
+        self._placement.in_forward = self._host.in_forward = self._host.awaits_batch = True
         evaluates = not torch.is_grad_enabled()
         if evaluates:
             self._evaluated.append(len(self._recorder.ops))
@@ -236,6 +238,7 @@ class _Watch:
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
+        self._batches.append(len(self._host.batches))
         self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
@@ -251,7 +254,7 @@ class _Watch:
         if self._stepped:  # models that have had their time must not be kept alive
             self._roots.clear()
             self._paths_of.clear()
-        self.marks, self._copies = [], []
+        self.marks, self._copies, self._batches = [], [], []
         self.loaders.begin_anew()
 
     def _end(self, why: str) -> None:
@@ -273,7 +276,8 @@ class _Watch:
         begin, end, after = self._step(number)
         if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
             phases["a step with an evaluation"] = self._graph("train", begin, end, after)
-            begin, end, after = self._step(number + 1)
+            number += 1
+            begin, end, after = self._step(number)
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         if evaluation := self._evaluation():
@@ -283,7 +287,16 @@ class _Watch:
             steps_after = [self._graph("train", begin, end) for begin, end in spans]
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
-        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped))
+        size = self._samples_and_tokens(number)
+        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped), *size, self._ranks.number)
+
+    def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:
+        """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""
+        ends = [0, *self._batches] if len(self._batches) < 2 else self._batches
+        read = self._host.batches[ends[number] : ends[number + 1]]
+        read_samples, tokens = sum(samples for samples, _ in read), sum(tokens for _, tokens in read)
+        samples = self.loaders.samples_per_step or read_samples
+        return samples or None, (samples * tokens // read_samples or None) if read_samples else None
 
     def _step(self, number: int) -> tuple[int, int, int | None]:
         """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
