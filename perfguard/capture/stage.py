@@ -130,7 +130,7 @@ class HostTensors(TorchDispatchMode):
                 if tensor.is_meta and tensor.untyped_storage() in self._unread:
                     del self._unread[tensor.untyped_storage()]
                     self._recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
-                    if self.awaits_batch and tensor.dim():
+                    if self.awaits_batch and tensor.dim() > 1:  # DDP reads a list of its parameters
                         self.awaits_batch = False
                         is_text = tensor.dim() == 2 and not tensor.is_floating_point()
                         self.batches.append((len(tensor), tensor.numel() if is_text else 0))

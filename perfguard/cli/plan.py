@@ -107,6 +107,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.allow_8bit and find_spec("bitsandbytes") is None:
         raise ConfigurationError("--allow-8bit needs bitsandbytes: pip install bitsandbytes.")
     places = _places(arguments.gpus, arguments.price_per_hour)
+    for place in places:
+        budget_of(memory=arguments.max_memory).check_device(place.device)
     if len(words) * len(places) > _MOST_DRY_RUNS:
         raise ConfigurationError(
             f"--try makes {len(words)} combinations on {len(places)} sets of GPUs, and at most {_MOST_DRY_RUNS} dry runs are "
@@ -147,8 +149,8 @@ def _places(names: str, prices: str | None) -> list[Place]:
             f"--price-per-hour has {len(each)} prices for {len(listed)} sets of GPUs. Give one, or one each."
         )
     for number, name in enumerate(listed):
-        count, card = re.fullmatch(r"(?:(\d+)x)?(.*)", name.lower()).groups()  # type: ignore[union-attr]
-        ranks = None if count is None else whole_number(count)
+        count, card = re.fullmatch(r"(?:([1-9]\d*)x)?(.*)", name.lower()).groups()  # type: ignore[union-attr]
+        ranks = None if count is None else int(count)
         price = (each * len(listed))[number] * (ranks or 1) if each else None
         found.append(Place(name, card, resolve_device(card), ranks, price))
     if not found:
@@ -192,7 +194,6 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
     for place in places:
         guard = Guard(place.device, risk=arguments.risk, log=False)
         guard.budget = budget_of(memory=arguments.max_memory)
-        guard.budget.check_device(place.device)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
         known: list[tuple[list[str], int]] = []
         steps: int | None = None
@@ -202,7 +203,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
             if sys.stderr.isatty():
                 print(f"\rdry run {number} of {len(ways)} on {place.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
             row: Row = {"gpus": place.name, "way": name, "words": way}
-            foreseen = _foreseen_samples(tried, known)
+            foreseen = set() if setup else _foreseen_samples(tried, known)
             if foreseen and wanted not in foreseen:
                 yield row | {"result": "learns otherwise", "samples_per_step": min(foreseen)}
                 continue
@@ -210,7 +211,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
             choose = None if arguments.tries else functools.partial(_choose, setup, asked)
             try:
                 seen = capture_script(
-                    arguments.source, way, place.device, world_size=place.ranks, spares=number == 1, choose=choose
+                    arguments.source, way, place.device, world_size=place.ranks, spares=not known, choose=choose
                 )
                 samples = (seen.samples_per_step or 0) * seen.num_ranks
                 wanted, steps = wanted or samples, steps or seen.steps
@@ -348,7 +349,7 @@ def _print(rows: Sequence[Row], notes: Sequence[str], source: str) -> None:
     others = [row for row in rows if row["result"] == "learns otherwise"]
     if others:
         sizes = ", ".join(f"{size:,}" for size in sorted({row["samples_per_step"] for row in others}))
-        print(f"left out: {len(others)} ways with another number of samples in a step: {sizes}")
+        print(f"left out: {len(others)} with another number of samples in a step ({sizes})")
     for row in rows:
         if "mfu" not in row and row not in others:
             print(f"{row['result']}: {row['gpus']}, {row['way']}: {row['reason']}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
+import types
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ class Setup(NamedTuple):
     """Whether it is FSDP2 or another sharding of the script's own. Without, several GPUs run DDP."""
 
     def __str__(self) -> str:
-        parts = [f"micro-batch {self.micro_batch} x {self.accumulation}", "checkpointing" if self.checkpointing else ""]
-        return ", ".join(filter(None, [*parts, "sharded" if self.sharding else "", self.optimizer]))
+        words = {"checkpointing": self.checkpointing, "sharded": self.sharding, self.optimizer: "8bit" in self.optimizer}
+        return ", ".join([f"micro-batch {self.micro_batch} x {self.accumulation}", *(word for word in words if words[word])])
 
     def arguments(self, before: Setup) -> dict[str, Any]:
         """Return what to give to TrainingArguments in the place of ``before``."""
@@ -47,9 +47,9 @@ class Setup(NamedTuple):
             changed["gradient_checkpointing"] = self.checkpointing
         if self.optimizer != before.optimizer:
             changed["optim"] = self.optimizer
-        return changed | (
-            {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}} if self.sharding and not before.sharding else {}
-        )
+        if self.sharding != before.sharding:
+            changed |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+        return changed
 
 
 def setups(before: Setup, *, samples: int, world_size: int, allows_8bit: bool) -> Iterator[Setup]:
@@ -57,45 +57,29 @@ def setups(before: Setup, *, samples: int, world_size: int, allows_8bit: bool) -
     passes = sorted(number for number in {*_ACCUMULATIONS, before.accumulation} if samples % number == 0)
     can_shard = world_size > 1 and not before.sharding
     can_shrink = allows_8bit and before.optimizer.startswith("adamw_torch")
-    yield from (
-        Setup(samples // number, number, checkpointing, optimizer, sharding)
-        for sharding, optimizer, checkpointing, number in itertools.product(
-            [before.sharding, *([True] if can_shard else [])],
-            [before.optimizer, *(["adamw_8bit"] if can_shrink else [])],
-            [False, True],
-            passes,
-        )
-    )
+    shardings, optimizers = [before.sharding] + [True] * can_shard, [before.optimizer] + ["adamw_8bit"] * can_shrink
+    for number, checkpointing, optimizer, sharding in itertools.product(passes, [False, True], optimizers, shardings):
+        yield Setup(samples // number, number, checkpointing, optimizer, sharding)
 
 
 def ask_for_setup(ask: Callable[[Setup], Setup]) -> None:
-    """Let TrainingArguments ask, when the script imports them. It may set variables before, so nothing is imported here."""
+    """Let TrainingArguments ask from their import on. Nothing is imported here: a script may set variables before it does."""
     if _MODULE in sys.modules:
-        _let_ask(sys.modules[_MODULE], ask)
-    else:
-        sys.meta_path.insert(0, _Finder(ask))
+        return _let_ask(sys.modules[_MODULE], ask)
 
-
-class _Finder(MetaPathFinder):
-    """Finds the module of TrainingArguments as Python would, and changes it after its import."""
-
-    def __init__(self, ask: Callable[[Setup], Setup]) -> None:
-        self._ask = ask
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find(name: str, *_: Any) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(finder)
         spec = importlib.util.find_spec(name)
-        loader: Any = None if spec is None else spec.loader
+        loader: Any = spec and spec.loader
         own = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            own(module)
-            _let_ask(module, self._ask)
-
-        loader.exec_module = exec_module
+        loader.exec_module = lambda module: (own(module), _let_ask(module, ask))
         return spec
+
+    finder: Any = types.SimpleNamespace(find_spec=find)
+    sys.meta_path.insert(0, finder)
+    return None
 
 
 def _let_ask(module: Any, ask: Callable[[Setup], Setup]) -> None:

@@ -569,6 +569,68 @@ def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches() -> None:
     assert counted(objective) == (3, 15)
 
 
+def tokens_from(batches: Callable[[], Iterator[torch.Tensor]], accumulation: int = 1, evaluates: bool = False) -> CapturedTrial:
+    """Train on tokens of shape (samples, 8). Each batch of the evaluation has 64 samples."""
+
+    def objective() -> None:
+        model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for number, batch in enumerate(batches(), 1):
+            batch = batch.cuda()
+            F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
+            if number % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if evaluates and number % (3 * accumulation) == 0:
+                with torch.no_grad():
+                    model(torch.zeros(64, 8, dtype=torch.long).cuda())
+
+    return capture(objective, A100, spares=False)
+
+
+def loaded_tokens(batch: int | None = 4, parts: int = 1) -> Iterator[torch.Tensor]:
+    data: Any = TensorDataset(torch.zeros(96, 8, dtype=torch.long))
+    if batch is None:
+
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                yield from (torch.zeros(4, 8, dtype=torch.long) for _ in range(24))
+
+        yield from DataLoader(Stream(), batch_size=None)
+    else:
+        for (tokens,) in DataLoader(data, batch):
+            yield from tokens.chunk(parts)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(
+    ("batches", "accumulation", "samples"),
+    [
+        (loaded_tokens, 1, 4),
+        (loaded_tokens, 3, 12),
+        (partial(loaded_tokens, 8, parts=2), 2, 8),  # a batch is cut into micro-batches
+        (partial(loaded_tokens, None), 2, 8),  # the loader does not say
+        (lambda: (torch.zeros(4, 8, dtype=torch.long) for _ in range(24)), 2, 8),  # there is no loader
+    ],
+)
+def test_samples_and_tokens_of_a_step_are_counted(batches: Any, accumulation: int, samples: int, evaluates: bool) -> None:
+    found = tokens_from(batches, accumulation, evaluates)
+    assert (found.samples_per_step, found.tokens_per_step, found.num_ranks) == (samples, 8 * samples, 1)
+
+
+def test_numbers_are_no_tokens_and_what_is_prepared_on_the_device_is_not_counted() -> None:
+    def objective(prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            model(prepare(torch.randn(16, 20).cuda())).mean().backward()
+            optimizer.step()
+
+    for prepare, samples in ((lambda x: x), 16), ((lambda x: x / 2), None):
+        found = capture(partial(objective, prepare), A100)
+        assert (found.samples_per_step, found.tokens_per_step) == (samples, None)
+
+
 def test_training_data_that_are_evaluated_make_no_epoch() -> None:
     def objective() -> None:
         model, loader = nn.Linear(20, 3).cuda(), rows()
