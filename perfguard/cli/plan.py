@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,8 +103,11 @@ def plan(arguments: argparse.Namespace) -> int:
     words = _ways_in_words(arguments.tries, arguments.words)
     if arguments.allow_8bit and arguments.tries:
         raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
-    if arguments.allow_8bit and find_spec("bitsandbytes") is None:
-        raise ConfigurationError("--allow-8bit needs bitsandbytes: pip install bitsandbytes.")
+    if arguments.allow_8bit:
+        try:
+            import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
+        except ImportError as error:
+            raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
     places = _places(arguments.gpus, arguments.price_per_hour)
     for place in places:
         budget_of(memory=arguments.max_memory).check_device(place.device)

@@ -36,7 +36,8 @@ class Setup(NamedTuple):
     """Whether it is FSDP2 or another sharding of the script's own. Without, several GPUs run DDP."""
 
     def __str__(self) -> str:
-        words = {"checkpointing": self.checkpointing, "sharded": self.sharding, self.optimizer: "8bit" in self.optimizer}
+        rounded = f"{self.optimizer} (rounds its states)"
+        words = {"checkpointing": self.checkpointing, "sharded": self.sharding, rounded: "8bit" in rounded}
         return ", ".join([f"micro-batch {self.micro_batch} x {self.accumulation}", *(word for word in words if words[word])])
 
     def arguments(self, before: Setup) -> dict[str, Any]:
