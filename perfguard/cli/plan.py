@@ -15,7 +15,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -128,12 +127,10 @@ def plan(arguments: argparse.Namespace) -> int:
         notes.append("Interrupted: not all ways were tried.")
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    if not arguments.tries and not any("arguments" in row for row in rows):
+    if rows and not arguments.tries and all("mfu" in row and "arguments" not in row for row in rows):
         notes.append("The script makes no TrainingArguments, so it has one way. Name words to try: --try --batch-size 1,2,4")
-    for row in rows:  # what checkpointing computes again is no work of the model (Chowdhery et al. 2022, appendix B)
-        if "mfu" in row:
-            least = min(other["flops"] for other in rows if "mfu" in other and other["gpus"] == row["gpus"])
-            row["mfu"] *= least / row["flops"]
+    for place in places:
+        _add_shared([row for row in rows if "mfu" in row and row["gpus"] == place.name], place.price)
     rows.sort(key=lambda row: (_RESULTS.index(row["result"]), -row.get("samples_per_s", 0)))
     if arguments.json:
         print(json.dumps({"exit_status": status, "ways": rows, "notes": notes}, indent=2))
@@ -144,14 +141,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def _places(names: str, prices: str | None) -> list[Place]:
     found = []
-    listed = [name.strip() for name in names.split(",") if name.strip()]
+    listed = list(dict.fromkeys(name.strip().lower() for name in names.split(",") if name.strip()))
     each = [] if prices is None else [parse_dollars(price, what="--price-per-hour") for price in prices.split(",")]
     if len(each) not in (0, 1, len(listed)):
         raise ConfigurationError(
             f"--price-per-hour has {len(each)} prices for {len(listed)} sets of GPUs. Give one, or one each."
         )
     for number, name in enumerate(listed):
-        count, card = re.fullmatch(r"(?:([1-9]\d*)x)?(.*)", name.lower()).groups()  # type: ignore[union-attr]
+        count, card = re.fullmatch(r"(?:([1-9]\d*)x)?(.*)", name).groups()  # type: ignore[union-attr]
         ranks = None if count is None else int(count)
         price = (each * len(listed))[number] * (ranks or 1) if each else None
         found.append(Place(name, card, resolve_device(card), ranks, price))
@@ -198,7 +195,6 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
         guard.budget = budget_of(memory=arguments.max_memory)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
         known: list[tuple[list[str], int]] = []
-        steps: int | None = None
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
             tried = way[len(arguments.words) :]
             name = str(setup) if setup else shlex.join(tried) or "as it stands"
@@ -216,9 +212,9 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
                     arguments.source, way, place.device, world_size=place.ranks, spares=not known, choose=choose
                 )
                 samples = (seen.samples_per_step or 0) * seen.num_ranks
-                wanted, steps = wanted or samples, steps or seen.steps
+                wanted = wanted or samples
                 known += [(tried, samples)] if samples else []
-                row |= _judged(replace(seen, steps=steps), guard, place, wanted)
+                row |= _judged(seen, guard, place, wanted)
             except TooLargeError as error:
                 row |= {"result": "does not fit", "reason": str(error)}
             except Exception as error:
@@ -275,7 +271,7 @@ def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row
         return {"result": "learns otherwise", "samples_per_step": samples}
     graph, device = seen.graph, place.device
     limits = functools.partial(guard.budget.limits, device=device)
-    verdict = guard.judge(graph, limits, threshold=guard.risk, steps=seen.steps, phases=seen.phases)
+    verdict = guard.judge(graph, limits, threshold=guard.risk, phases=seen.phases)
     result, reason = result_of(verdict, guard.risk)
     prediction = verdict.prediction
     assert prediction is not None
@@ -285,13 +281,14 @@ def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row
         notes.append("Batch normalization sees one micro-batch at a time, so another micro-batch learns something else.")
     if not prediction.trained_on_device:
         notes.append(f"{prediction.predictor} was not trained on such steps on {device.name}. Read the intervals.")
-    row: Row = {
+    return {
         "result": result,
         "reason": reason,
         "peak_memory_bytes": estimate_as_json(prediction.peak_memory),
         "p_exceeded": verdict.p_violation,
         "step_time_s": estimate_as_json(prediction.step_time),
         "samples_per_step": samples,
+        "tokens_per_step": tokens or None,
         "samples_per_s": samples / step_s,
         "tokens_per_s": tokens / step_s or None,
         "mfu": graph.flops / (step_s * _peak_flops(graph, device)),
@@ -299,11 +296,19 @@ def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row
         "steps": seen.steps,
         "notes": notes,
     }
-    if place.price is not None:
-        cost = place.price * step_s / SECONDS_PER_HOUR
-        row |= {"cost_of_million_tokens": 1e6 * cost / tokens} if tokens else {"cost_of_1000_samples": 1e3 * cost / samples}
-        row["cost"] = None if seen.steps is None else seen.steps * cost
-    return row
+
+
+def _add_shared(rows: Sequence[Row], price: float | None) -> None:
+    """Add to the ways on some GPUs what follows from all of them: the model's FLOPs, and the steps of the run with its cost."""
+    for row in rows:
+        # What checkpointing computes again is no work of the model (Chowdhery et al. 2022, appendix B).
+        row["mfu"] *= min(other["flops"] for other in rows) / row["flops"]
+        row["steps"] = next((other["steps"] for other in rows if other["steps"]), None)  # all make as many
+        if price is not None:
+            cost, tokens = price * row["step_time_s"]["median"] / SECONDS_PER_HOUR, row["tokens_per_step"]
+            name, number = ("million_tokens", tokens / 1e6) if tokens else ("1000_samples", row["samples_per_step"] / 1e3)
+            row[f"cost_of_{name}"] = cost / number
+            row["cost"] = row["steps"] and row["steps"] * cost
 
 
 def _peak_flops(graph: OpGraph, device: Device) -> float:

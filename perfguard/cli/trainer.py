@@ -66,7 +66,8 @@ def setups(before: Setup, *, samples: int, world_size: int, allows_8bit: bool) -
 def ask_for_setup(ask: Callable[[Setup], Setup]) -> None:
     """Let TrainingArguments ask from their import on. Nothing is imported here: a script may set variables before it does."""
     if _MODULE in sys.modules:
-        return _let_ask(sys.modules[_MODULE], ask)
+        _let_ask(sys.modules[_MODULE], ask)
+        return
 
     def find(name: str, *_: Any) -> ModuleSpec | None:
         if name != _MODULE:
@@ -75,12 +76,16 @@ def ask_for_setup(ask: Callable[[Setup], Setup]) -> None:
         spec = importlib.util.find_spec(name)
         loader: Any = spec and spec.loader
         own = loader.exec_module
-        loader.exec_module = lambda module: (own(module), _let_ask(module, ask))
+
+        def exec_module(module: Any) -> None:
+            own(module)
+            _let_ask(module, ask)
+
+        loader.exec_module = exec_module
         return spec
 
     finder: Any = types.SimpleNamespace(find_spec=find)
     sys.meta_path.insert(0, finder)
-    return None
 
 
 def _let_ask(module: Any, ask: Callable[[Setup], Setup]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from perfguard.cli import main
-from perfguard.cli import plan as module
 from perfguard.cli.plan import _foreseen_samples, _ways_in_words
+from perfguard.cli.script import capture_script
 
 TRAINING = """
 import argparse
@@ -144,14 +144,14 @@ def test_exit_status_is_that_of_check(plan: Plan, monkeypatch: pytest.MonkeyPatc
     assert (status, document["ways"][0]["reason"]) == (3, "the script trains on 1 GPUs: give --gpus a100")
     status, document = plan("a100", "--samples-per-step", "7", "--try", "--micro-batch", "1,2")
     assert (status, ways_of(document, "learns otherwise")) == (3, ["as it stands", "--micro-batch 1", "--micro-batch 2"])
-    own, calls = module.capture_script, iter([False, True])
+    calls = iter([False, True])
 
     def interrupted(*args: Any, **options: Any) -> Any:
         if next(calls):
             raise KeyboardInterrupt
-        return own(*args, **options)
+        return capture_script(*args, **options)
 
-    monkeypatch.setattr(module, "capture_script", interrupted)
+    monkeypatch.setattr("perfguard.cli.plan.capture_script", interrupted)
     status, document = plan("a100", "--try", "--micro-batch", "2", "--accumulate", "4")
     assert (status, ways_of(document, "fits")) == (130, ["as it stands"])
     assert document["notes"][-1].startswith("Interrupted")
