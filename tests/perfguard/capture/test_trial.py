@@ -569,52 +569,40 @@ def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches() -> None:
     assert counted(objective) == (3, 15)
 
 
-def tokens_from(batches: Callable[[], Iterator[torch.Tensor]], accumulation: int = 1, evaluates: bool = False) -> CapturedTrial:
-    """Train on tokens of shape (samples, 8). Each batch of the evaluation has 64 samples."""
+class Texts(IterableDataset[Any]):
+    """Batches of tokens, of shape (4, 8)."""
 
-    def objective() -> None:
-        model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).cuda()
-        optimizer = torch.optim.SGD(model.parameters())
-        for number, batch in enumerate(batches(), 1):
-            batch = batch.cuda()
-            F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
-            if number % accumulation == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            if evaluates and number % (3 * accumulation) == 0:
-                with torch.no_grad():
-                    model(torch.zeros(64, 8, dtype=torch.long).cuda())
-
-    return capture(objective, A100, spares=False)
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        yield from ((torch.zeros(4, 8, dtype=torch.long),) for _ in range(24))
 
 
-def loaded_tokens(batch: int | None = 4, parts: int = 1) -> Iterator[torch.Tensor]:
-    data: Any = TensorDataset(torch.zeros(96, 8, dtype=torch.long))
-    if batch is None:
-
-        class Stream(IterableDataset[Any]):
-            def __iter__(self) -> Iterator[Any]:
-                yield from (torch.zeros(4, 8, dtype=torch.long) for _ in range(24))
-
-        yield from DataLoader(Stream(), batch_size=None)
-    else:
-        for (tokens,) in DataLoader(data, batch):
-            yield from tokens.chunk(parts)
+def parts_of_tokens(batch: int, parts: int = 1) -> Iterator[tuple[torch.Tensor]]:
+    for (tokens,) in DataLoader(TensorDataset(torch.zeros(96, 8, dtype=torch.long)), batch):
+        yield from ((part,) for part in tokens.chunk(parts))
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(
     ("batches", "accumulation", "samples"),
     [
-        (loaded_tokens, 1, 4),
-        (loaded_tokens, 3, 12),
-        (partial(loaded_tokens, 8, parts=2), 2, 8),  # a batch is cut into micro-batches
-        (partial(loaded_tokens, None), 2, 8),  # the loader does not say
-        (lambda: (torch.zeros(4, 8, dtype=torch.long) for _ in range(24)), 2, 8),  # there is no loader
+        (partial(parts_of_tokens, 4), 1, 4),
+        (partial(parts_of_tokens, 4), 3, 12),
+        (partial(parts_of_tokens, 8, parts=2), 2, 8),  # the script cuts a batch into micro-batches
+        (partial(DataLoader, Texts(), batch_size=None), 2, 8),  # the loader does not say
+        (lambda: iter(Texts()), 2, 8),  # there is no loader
     ],
 )
-def test_samples_and_tokens_of_a_step_are_counted(batches: Any, accumulation: int, samples: int, evaluates: bool) -> None:
-    found = tokens_from(batches, accumulation, evaluates)
+def test_samples_and_tokens_of_a_step_are_counted(batches: Any, accumulation: int, samples: int) -> None:
+    def objective() -> None:
+        model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for number, (tokens,) in enumerate(batches(), 1):
+            tokens = tokens.cuda()
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            if number % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found = capture(objective, A100, spares=False)
     assert (found.samples_per_step, found.tokens_per_step, found.num_ranks) == (samples, 8 * samples, 1)
 
 
