@@ -182,6 +182,12 @@ class CapturedTrial:
     """Why the dry run did not come to the objective's end. Empty: it did."""
     num_optimizers: int = 1
     """Optimizers that have made steps: several make one step together, or train one model after the other."""
+    samples_per_step: int | None = None
+    """Samples that a process gives to one optimizer step, over all its micro-batches. None: they were not seen."""
+    tokens_per_step: int | None = None
+    """Tokens, likewise: the numbers in batches of whole numbers with two dimensions. None: the model reads no such batch."""
+    num_ranks: int = 1
+    """Processes of the trial's process group, of which this is one. 1: there is no group."""
 
     @property
     def mode(self) -> Mode:

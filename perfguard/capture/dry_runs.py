@@ -66,6 +66,7 @@ class DryRuns:
         most_seconds: how long a dry run may take, and ten times as long as the longest so far.
         most_bytes: the most host memory that a dry run may take beyond what this process has.
         most_failed: dry runs that fail in a row before no more are made.
+        spares: give all batches for a while. Without, the steps of a trial may not be seen.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class DryRuns:
         most_seconds: float = 60.0,
         most_bytes: int = 8 * 2**30,
         most_failed: int = 3,
+        spares: bool = True,
     ) -> None:
         self._objective = objective
         self._device = device
@@ -96,8 +98,7 @@ class DryRuns:
         """The continuous parameters, by the names of all parameters that a trial has had."""
         self._by_value: dict[tuple[str, ...], bool] = {}
         """Whether the values of continuous parameters change the step, by the names of all parameters."""
-        self._spares = True
-        """Whether dry runs give all batches for a while: without, the steps of the trials were not seen, or others were."""
+        self._spares = spares
 
     def start(self) -> None:
         """Fork the server, unless it runs. Call it before the first trial.

@@ -18,7 +18,7 @@ from torch.utils.data import dataloader
 
 from perfguard.capture import stage
 from perfguard.capture.loops import ITERATIONS, CutLoop
-from perfguard.capture.stage import LoaderEvent, longest_batch
+from perfguard.capture.stage import LoaderEvent, longest_batch, samples_in_batch
 
 _FILES = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
 
@@ -193,6 +193,14 @@ class Loaders:
     @property
     def _batches_per_step(self) -> int:
         return max(1, statistics.median_high(self._used[:3]))  # the first or the last step of an epoch may be another
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of the batches that a step uses. None: they do not come from one loader, or it does not say."""
+        if self._trainer is None or self._are_mixed or 0 in self._used[:3]:
+            return None
+        size = samples_in_batch(self._trainer)
+        return None if size is None else size * self._batches_per_step
 
     def steps(self, *, is_over: bool) -> tuple[int | None, int | None]:
         """Return the steps of an epoch and of the trial. None: they are not known.

@@ -59,9 +59,14 @@ class Ranks:
         """0 processes: the objective makes no process group."""
 
     @property
+    def number(self) -> int:
+        """Number of processes in the objective's group. 1: there is no group."""
+        return max(1, self._world_size)
+
+    @property
     def are_many(self) -> bool:
         """Whether the objective has made a group of several processes."""
-        return self._world_size > 1
+        return self.number > 1
 
     def enter(self, stack: ExitStack, replace: Replace) -> None:
         """Let the objective make process groups until ``stack`` closes."""

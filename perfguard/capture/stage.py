@@ -77,6 +77,10 @@ class HostTensors(TorchDispatchMode):
         """Numbers of operators at which a model has left the device."""
         self.in_forward = False
         """Whether a model computes. What it reads of a batch are the inputs."""
+        self.awaits_batch = False
+        """Whether the model that computes has read nothing of a batch yet."""
+        self.batches: list[tuple[int, int]] = []
+        """Samples and tokens of what each pass of a model has read first of a batch. 0 tokens: it is no text."""
         self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Storages of a batch that no model has read yet."""
         self._sources: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -144,6 +148,10 @@ class HostTensors(TorchDispatchMode):
                 if tensor.is_meta and tensor.untyped_storage() in self._unread:
                     del self._unread[tensor.untyped_storage()]
                     self.recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
+                    if self.awaits_batch and tensor.dim() > 1:  # DDP reads a list of its parameters
+                        self.awaits_batch = False
+                        is_text = tensor.dim() == 2 and not tensor.is_floating_point()
+                        self.batches.append((len(tensor), tensor.numel() if is_text else 0))
         return func(*args, **kwargs)
 
     def _arrived(self, twin: torch.Tensor) -> torch.Tensor:
@@ -224,6 +232,8 @@ class Placement(TorchFunctionMode):
             return source.to(META)
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
+        elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
+            return source.untyped_storage()._cdata
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
         place = self._place_of_source if on_meta else self._place
@@ -479,12 +489,17 @@ def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
     return __next__
 
 
+def samples_in_batch(loader: Any) -> int | None:
+    """Return the number of samples in a batch of ``loader``. None: it does not say."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+
+
 def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, Any]:
     """Return the longest batch that ``loader`` can make, with its name. ("", None): all samples are alike, or cannot be seen.
 
     The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set.
     """
-    data, size = loader.dataset, loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    data, size = loader.dataset, samples_in_batch(loader)
     if size is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return "", None
     ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)

@@ -107,6 +107,8 @@ class _Watch:
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
         """Number of tensors copied to the device, likewise."""
+        self._batches: list[int] = []
+        """Number of batches that models have read, likewise."""
         self._stages: list[tuple[int, int, int | None]] = []
         """A step of each earlier optimizer."""
         self._forwards: list[tuple[int, bool]] = []
@@ -162,7 +164,7 @@ class _Watch:
             self._begin_forward(module, args)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        self._placement.in_forward = self.host.in_forward = True
+        self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
         evaluates = not torch.is_grad_enabled()
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
@@ -242,6 +244,7 @@ class _Watch:
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self.host.num_copies)
+        self._batches.append(len(self.host.batches))
         self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
@@ -257,7 +260,7 @@ class _Watch:
         if self._stepped:  # models that have had their time must not be kept alive
             self._roots.clear()
             self._paths_of.clear()
-        self.marks, self._copies = [], []
+        self.marks, self._copies, self._batches = [], [], []
         self.loaders.begin_anew()
 
     def _end(self, why: str) -> None:
@@ -296,7 +299,16 @@ class _Watch:
             judged += spans
         phases |= self._largest_beside(judged)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
-        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped))
+        size = self._samples_and_tokens(number)
+        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped), *size, self._ranks.number)
+
+    def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:
+        """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""
+        ends = [0, *self._batches] if len(self._batches) < 2 else self._batches
+        read = self.host.batches[ends[number] : ends[number + 1]]
+        read_samples, tokens = sum(samples for samples, _ in read), sum(tokens for _, tokens in read)
+        samples = self.loaders.samples_per_step or read_samples
+        return samples or None, (samples * tokens // read_samples or None) if read_samples else None
 
     def _largest_beside(self, judged: Sequence[tuple[int, int]], *, share: float = 0.01) -> Mapping[str, OpGraph]:
         """Return what runs where more is alive than in all that is ``judged``, by a ``share`` at least. Empty: nothing does.

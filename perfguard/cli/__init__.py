@@ -4,6 +4,8 @@ subject.py    what FILE.py, FILE.py:BUILD or FILE.onnx is, and how --set, --dim 
 script.py     how FILE.py is dry-run
 predict.py    perfguard predict, dry-run
 check.py      perfguard check
+plan.py       perfguard plan
+trainer.py    what it tries of a script of Hugging Face's Trainer
 gpus.py       perfguard gpus, rank
 calibrate.py  perfguard calibrate
 log.py        perfguard log, learn, weights, report
@@ -35,6 +37,7 @@ _COMMANDS = {
     "predict": ("predict", "predict memory and time of a workload on a GPU"),
     "dry-run": ("predict", "dry-run a training script, and predict its memory and time on a GPU"),
     "check": ("check", "check whether a workload fits its limits, as an exit status"),
+    "plan": ("plan", "find the fastest way to run a training script on GPUs that fits, and learns the same"),
     "rank": ("gpus", "order GPUs by speed, and show which ones fit"),
     "gpus": ("gpus", "list the GPUs in the catalog"),
     "calibrate": ("calibrate", "measure some steps on this machine, so that predictions fit it"),
@@ -43,7 +46,7 @@ _COMMANDS = {
     "weights": ("log", "list the weights in the log, or go back to older ones"),
     "report": ("log", "write an HTML page about a study or the measurement log"),
 }
-_OF_SCRIPTS = ("predict", "dry-run", "check", "rank")
+_OF_SCRIPTS = ("predict", "dry-run", "check", "plan", "rank")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,7 +60,7 @@ def check(arguments: argparse.Namespace) -> int:
     document: dict[str, Any] = {}
     try:
         verdict, known = _judged(arguments, device, budget, risk)
-        result, reason = _result_of(verdict, risk)
+        result, reason = result_of(verdict, risk)
         document = {"gpu": device.id} | known | _numbers_of(verdict)
         document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
     except ConfigurationError:
@@ -102,8 +102,8 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
 
 
-def _result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:
-    """The result, and why."""
+def result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:
+    """Return the result, and why."""
     if verdict.action == "launch":
         phase = [f"most memory is needed by {verdict.phase}"] if verdict.phase else []
         return "fits", "; ".join([limit.sentence for limit in verdict.limits] + phase)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from perfguard.capture import Answer, DryRuns
+from perfguard.capture import Answer, Ask, DryRuns
+from perfguard.cli.trainer import ask_for_setup
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
+    from perfguard.cli.trainer import Setup
     from perfguard.devices import Device
     from perfguard.workload import CapturedTrial
 
@@ -25,7 +28,15 @@ MOST_SECONDS = 300.0
 """How long a dry run may take. A script reads its data anew each time, and the person who waits has Ctrl-C."""
 
 
-def capture_script(path: str, words: Sequence[str], device: Device, *, world_size: int | None = None) -> CapturedTrial:
+def capture_script(
+    path: str,
+    words: Sequence[str],
+    device: Device,
+    *,
+    world_size: int | None = None,
+    spares: bool = True,
+    choose: Callable[[Setup], Setup] | None = None,
+) -> CapturedTrial:
     """Return what a training script with these words would run on ``device``. It runs in a process of its own.
 
     Args:
@@ -33,6 +44,8 @@ def capture_script(path: str, words: Sequence[str], device: Device, *, world_siz
         words: what it gets.
         device: where it would run.
         world_size: number of processes, of which it is the first. None: the environment or the script itself says it.
+        spares: give all batches for a while, before loaders are cut short. Without, the steps of the script may not be seen.
+        choose: returns how Hugging Face's Trainer runs a step instead of how the script says. It is called in this process.
 
     Raises:
         CaptureError: if the dry run does not show it. The message names the line where it ended.
@@ -40,9 +53,10 @@ def capture_script(path: str, words: Sequence[str], device: Device, *, world_siz
     """
     if "mlflow" in Path(path).read_text(errors="replace") and find_spec("mlflow"):
         import mlflow  # noqa: F401  # a dry run silences what was imported before it
-    runs = DryRuns(lambda _: _run(path, words, world_size), device, most_seconds=MOST_SECONDS + 5)
+    run = functools.partial(_run, path, words, world_size, choose is not None)
+    runs = DryRuns(run, device, most_seconds=MOST_SECONDS + 5, spares=spares)
     try:
-        return runs.capture(_has_no_parameters)
+        return runs.capture(lambda setup: Answer("setup", choose(setup)) if choose else _has_no_parameters(setup))
     except CaptureError as error:
         text = str(error).replace("build=...", f"{path}:BUILD")  # an engine's words are those of Python
         raise CaptureError(text.replace("The objective", path).replace("the objective", path)) from error
@@ -50,9 +64,11 @@ def capture_script(path: str, words: Sequence[str], device: Device, *, world_siz
         runs.close()
 
 
-def _run(path: str, words: Sequence[str], world_size: int | None) -> None:
+def _run(path: str, words: Sequence[str], world_size: int | None, asks: bool, ask: Ask) -> None:
     """Run in the child. Ends well with the script's end, and with ``sys.exit(0)``."""
     sys.argv = [path, *words]
+    if asks:
+        ask_for_setup(ask)
     if world_size is not None:
         from perfguard.capture.ranks import torchrun_variables
 

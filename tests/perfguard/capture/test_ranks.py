@@ -256,6 +256,27 @@ def test_trainers_take_the_variables_of_torchrun(trained: Callable[[], None], mo
     assert sum(op.bytes_written for op in captured.graph.ops if op.name == "allreduce_") == PARAMETER_BYTES
 
 
+@pytest.mark.slow
+def test_accelerate_shards_what_its_optimizer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It finds the parameters of the optimizer again by their addresses, and those of meta are all 0.
+    accelerate = pytest.importorskip("accelerate")
+    for name, value in torchrun_variables(8).items():
+        monkeypatch.setenv(name, value)
+
+    def trained() -> None:
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        accelerator, model = accelerate.Accelerator(fsdp_plugin=plugin), language_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        train(model, "cuda", make_optimizer=lambda _: optimizer)
+
+    captured = in_a_child(trained)
+    shards = bytes_of(captured, StorageKind.PARAMETER)
+    assert captured.num_ranks == 8
+    assert PARAMETER_BYTES / 8 <= shards < 1.02 * PARAMETER_BYTES / 8
+    assert bytes_of(captured, StorageKind.GRADIENT) == shards
+    assert 2 * shards <= bytes_of(captured, StorageKind.OPTIMIZER_STATE) < 2 * shards + 1000  # and step counters
+
+
 def test_spawned_function_is_dry_run_as_the_first_process() -> None:
     def worker(rank: int, world_size: int) -> None:
         dist.init_process_group("nccl", rank=rank, world_size=world_size)

@@ -570,6 +570,56 @@ def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches() -> None:
     assert counted(objective) == (3, 15)
 
 
+class Texts(IterableDataset[Any]):
+    """Batches of tokens, of shape (4, 8)."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        yield from ((torch.zeros(4, 8, dtype=torch.long),) for _ in range(24))
+
+
+def parts_of_tokens(batch: int, parts: int = 1) -> Iterator[tuple[torch.Tensor]]:
+    for (tokens,) in DataLoader(TensorDataset(torch.zeros(96, 8, dtype=torch.long)), batch):
+        yield from ((part,) for part in tokens.chunk(parts))
+
+
+@pytest.mark.parametrize(
+    ("batches", "accumulation", "samples"),
+    [
+        (partial(parts_of_tokens, 4), 1, 4),
+        (partial(parts_of_tokens, 4), 3, 12),
+        (partial(parts_of_tokens, 8, parts=2), 2, 8),  # the script cuts a batch into micro-batches
+        (partial(DataLoader, Texts(), batch_size=None), 2, 8),  # the loader does not say
+        (lambda: iter(Texts()), 2, 8),  # there is no loader
+    ],
+)
+def test_samples_and_tokens_of_a_step_are_counted(batches: Any, accumulation: int, samples: int) -> None:
+    def objective() -> None:
+        model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for number, (tokens,) in enumerate(batches(), 1):
+            tokens = tokens.cuda()
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            if number % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found = capture(objective, A100, spares=False)
+    assert (found.samples_per_step, found.tokens_per_step, found.num_ranks) == (samples, 8 * samples, 1)
+
+
+def test_numbers_are_no_tokens_and_what_is_prepared_on_the_device_is_not_counted() -> None:
+    def objective(prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            model(prepare(torch.randn(16, 20).cuda())).mean().backward()
+            optimizer.step()
+
+    for prepare, samples in ((lambda x: x), 16), ((lambda x: x / 2), None):
+        found = capture(partial(objective, prepare), A100)
+        assert (found.samples_per_step, found.tokens_per_step) == (samples, None)
+
+
 def test_training_data_that_are_evaluated_make_no_epoch() -> None:
     def objective() -> None:
         model, loader = nn.Linear(20, 3).cuda(), rows()
