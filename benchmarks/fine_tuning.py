@@ -12,6 +12,7 @@ median of the lengths that would explain the other methods, and so are the formu
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import statistics
 import warnings
@@ -26,8 +27,9 @@ import peft
 import torch
 import transformers
 from _record import parser_of, show
-from accelerate.commands.estimate import estimate_training_usage
+from accelerate.commands.estimate import estimate_training_usage  # type: ignore[import-untyped]
 from optuna.study import StudyDirection
+from peft.optimizers import create_lorafa_optimizer
 
 from perfguard import load_predictor, resolve_device
 from perfguard.exceptions import PerfGuardError
@@ -50,7 +52,8 @@ PARAMETERS = 3_212_749_824
 
 def trained(trial: optuna.Trial, adapter: Mapping[str, Any], optimizer_name: str) -> float:
     """Three steps of PEFT's loop (peft: method_comparison/MetaMathQA/run.py)."""
-    model: Any = transformers.LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+    model: Any = transformers.LlamaForCausalLM(CONFIG)
+    model.to(torch.bfloat16)
     if adapter:
         kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(adapter["peft_type"])]
         known = {field.name for field in dataclasses.fields(kind)} - {"megatron_config", "megatron_core", "runtime_config"}
@@ -58,7 +61,7 @@ def trained(trial: optuna.Trial, adapter: Mapping[str, Any], optimizer_name: str
         model = peft.get_peft_model(model, kind(**settings | {"task_type": "CAUSAL_LM"}))
     model.cuda().train()
     if optimizer_name == "lora-fa":
-        optimizer = peft.optimizers.create_lorafa_optimizer(model, r=32, lora_alpha=64, lr=1e-4)
+        optimizer = create_lorafa_optimizer(model, r=32, lora_alpha=64, lr=1e-4)
     else:
         optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     for _step in range(3):
@@ -139,24 +142,21 @@ def label_of(run: Any, adapter: Mapping[str, Any]) -> str:
 
 def fitcheck(row: Row, length: int) -> float:
     """fitcheck-llm, with the dtypes of the run."""
-    from fitcheck import ModelConfig, TrainingConfig, estimate, get_gpu
-
-    model = ModelConfig("Llama-3.2-3B", PARAMETERS, 3072, 28, 24, 8, 8192, 128256, 128, True)
+    peer = importlib.import_module("fitcheck")
+    model = peer.ModelConfig("Llama-3.2-3B", PARAMETERS, 3072, 28, 24, 8, 8192, 128256, 128, True)
     settings: dict[str, Any] = {"lora_rank": row.rank, "lora_targets": sorted(row.on)}
     if row.label == "full":
         settings = {"lora_rank": None, "optimizer_dtype": "bf16"}
-    config = TrainingConfig(batch_size=BATCH, seq_len=length, flash_attn=True, **settings)
-    return float(estimate(model, config, get_gpu(GPU)).total_mib) * 2**20
+    config = peer.TrainingConfig(batch_size=BATCH, seq_len=length, flash_attn=True, **settings)
+    return float(peer.estimate(model, config, peer.get_gpu(GPU)).total_mib) * 2**20
 
 
 def fitscout(row: Row, length: int) -> float:
     """fitscout."""
-    from fitscout.memory.estimator import estimate_memory
-    from fitscout.model.profile import ModelProfile
-
-    model = ModelProfile(PARAMETERS, 28, 3072, 24, 8, 8192, 128256, True)
+    estimator, profile = map(importlib.import_module, ("fitscout.memory.estimator", "fitscout.model.profile"))
+    model = profile.ModelProfile(PARAMETERS, 28, 3072, 24, 8, 8192, 128256, True)
     method = "full" if row.label == "full" else "lora"
-    found = estimate_memory(model, method=method, micro_batch=BATCH, seq_len=length, lora_rank=row.rank or 16)
+    found = estimator.estimate_memory(model, method=method, micro_batch=BATCH, seq_len=length, lora_rank=row.rank or 16)
     return float(found.total_gb) * GIB
 
 
@@ -178,7 +178,7 @@ PEERS: dict[str, Callable[[Row, int], float]] = {
 def main() -> None:
     """Show the errors by method."""
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(40)  # errors alone
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     parser = parser_of(__doc__)
     parser.add_argument("table", type=Path)
