@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from perfguard.cli.check import result_of
 from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
 from perfguard.cli.script import capture_script
-from perfguard.cli.subject import whole_number
+from perfguard.cli.subject import add_network_argument, in_network, whole_number
 from perfguard.cli.trainer import Setup, setups
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
@@ -53,6 +53,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", default="auto", metavar="8xh100,a100", help="GPUs of one run; with commas, runs to compare (default: auto)"
     )
+    add_network_argument(parser)
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="peak memory of a GPU, or a share of it (default: all of it)")
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on one GPU; with commas, one for each run")
     parser.add_argument(
@@ -107,7 +108,7 @@ def plan(arguments: argparse.Namespace) -> int:
             import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
         except ImportError as error:
             raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
-    places = _places(arguments.gpus, arguments.price_per_hour)
+    places = _places(arguments)
     for place in places:
         budget_of(memory=arguments.max_memory).check_device(place.device)
     if len(words) * len(places) > _MOST_DRY_RUNS:
@@ -139,7 +140,8 @@ def plan(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _places(names: str, prices: str | None) -> list[Place]:
+def _places(arguments: argparse.Namespace) -> list[Place]:
+    names, prices = arguments.gpus, arguments.price_per_hour
     found = []
     listed = list(dict.fromkeys(name.strip().lower() for name in names.split(",") if name.strip()))
     each = [] if prices is None else [parse_dollars(price, what="--price-per-hour") for price in prices.split(",")]
@@ -151,7 +153,7 @@ def _places(names: str, prices: str | None) -> list[Place]:
         count, card = re.fullmatch(r"(?:([1-9]\d*)x)?(.*)", name).groups()  # type: ignore[union-attr]
         ranks = None if count is None else int(count)
         price = (each * len(listed))[number] * (ranks or 1) if each else None
-        found.append(Place(name, card, resolve_device(card), ranks, price))
+        found.append(Place(name, card, in_network(resolve_device(card), arguments), ranks, price))
     if not found:
         raise ConfigurationError("--gpus must name GPUs, for instance 8xh100 or 8xh100,4xa100-80gb.")
     return found
@@ -168,7 +170,7 @@ def _ways_in_words(tries: Sequence[str], fixed: Sequence[str]) -> list[list[str]
         if re.match(r"-+[^\W\d]|[\w.]+=", word):
             name, equals, given = word.partition("=")
             name += equals
-            if re.fullmatch("--(gpus|max-memory|price-per-hour|samples-per-step|risk|allow-8bit|json)=?", name):
+            if re.fullmatch("--(gpus|network|max-memory|price-per-hour|samples-per-step|risk|allow-8bit|json)=?", name):
                 raise ConfigurationError(f"{name} follows --try, and is then a word of the script's. Put --try last.")
         elif not name:
             raise ConfigurationError(

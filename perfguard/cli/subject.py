@@ -70,10 +70,15 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that torchrun would start; the first is dry-run",
     )
+    add_network_argument(parser)
+    parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
+
+
+def add_network_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--network``."""
     parser.add_argument(
         "--network", type=float, metavar="GB/S", help="between nodes, in one direction, divided by the GPUs of a node"
     )
-    parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 
 def in_network(device: Device, arguments: argparse.Namespace) -> Device:
