@@ -41,6 +41,8 @@ class CutLoop:
     num_seen: int = 0
     num_missing: int = 0
     """Iterations that the trial makes beyond those."""
+    is_used_after: bool = True
+    """Whether what it keeps is read after it."""
 
     def missing(self, ops: Sequence[Op], lives: Sequence[Life]) -> Life | None:
         """Return a storage in the place of all that the loop would hold in its last iteration. None: it keeps nothing."""
@@ -55,7 +57,7 @@ class CutLoop:
         if not kept:
             return None
         holders = set().union(*appended, joined)
-        derived, most = _derived(ops, end, lives, holders)
+        derived, most = _derived(ops, end, lives, holders) if self.is_used_after else (set(), 0)
         peak = max(self.num_missing * max(joined.values(), default=0), most * self.num_missing // self.num_seen)
         death = _last_death(holders | derived, lives)
         until = None if math.isinf(death) else int(death)
@@ -75,8 +77,11 @@ def _joined(ops: Sequence[Op], lives: Sequence[Life], born: Sequence[Collection[
     """By how much each tensor has grown that the last iteration made of one that the iteration before had made so, too."""
     read: dict[int, set[int]] = {}
     for op in ops:
+        sources = set(op.inputs)
+        if op.name == "cat":  # beam search puts the cache in the order of its beams before
+            sources.update(*(read.get(index, ()) for index in op.inputs))
         for index in op.outputs:
-            read.setdefault(index, set()).update(op.inputs)
+            read.setdefault(index, set()).update(sources)
 
     def smaller(index: int, made: Collection[int]) -> list[int]:
         sources = (source for source in read.get(index, ()) if source in made and _dies_before(lives[source], end))
@@ -137,7 +142,7 @@ class Generations:
     def _generating(self, own: Any) -> Any:
         @functools.wraps(own)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self.loops.append(CutLoop())
+            self.loops.append(CutLoop(is_used_after=False))
             config = kwargs.get("generation_config") or model.generation_config
             self._keeps_cache = kwargs.get("use_cache", config.use_cache) is not False
             found = own(model, *args, **kwargs)

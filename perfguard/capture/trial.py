@@ -240,7 +240,7 @@ class _Watch:
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
             return
-        if len(self.marks) < 5 or self.loaders.first_ended_at is not None:  # else what is left behind is in no step that counts
+        if len(self.marks) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self.host.num_copies)
@@ -252,6 +252,12 @@ class _Watch:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    @property
+    def _num_later_steps(self) -> int:
+        """Steps after the first epoch."""
+        begin = self.loaders.first_ended_at
+        return 0 if begin is None else sum(mark > begin for mark in self.marks)
 
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
@@ -313,8 +319,8 @@ class _Watch:
     def _largest_beside(self, judged: Sequence[tuple[int, int]], *, share: float = 0.01) -> Mapping[str, OpGraph]:
         """Return what runs where more is alive than in all that is ``judged``, by a ``share`` at least. Empty: nothing does.
 
-        What comes before the first forward pass does not count: the host may have made it. Nor do later steps of the first epoch,
-        after which no garbage is collected.
+        What comes before the first forward pass does not count: the host may have made it. Nor do steps after which no garbage is
+        collected: of the first epoch, all but five, and after it, all but three.
         """
         ops, marks = self._recorder.ops, self.marks
         change, counts, is_judged = np.zeros(len(ops) + 2), np.zeros(len(ops), np.bool_), np.zeros(len(ops), np.bool_)
@@ -323,7 +329,8 @@ class _Watch:
             change[1 + (len(ops) if life.death is None else life.death)] -= life.num_bytes
         live = change.cumsum()[: len(ops)]
         counts[marks[0] if self._stages else self._first_forward() : marks[:5][-1]] = True
-        counts[self._end_of_first_epoch() : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True
+        counts[self._end_of_first_epoch() : marks[: len(marks) - self._num_later_steps + 3][-1]] = True
+        counts[marks[-1] : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True
         for begin, end in judged:
             is_judged[begin:end] = True
         live_beside = np.where(counts & ~is_judged, live, 0.0)
