@@ -77,11 +77,11 @@ def _joined(ops: Sequence[Op], lives: Sequence[Life], born: Sequence[Collection[
     """By how much each tensor has grown that the last iteration made of one that the iteration before had made so, too."""
     read: dict[int, set[int]] = {}
     for op in ops:
-        sources = set(op.inputs)
+        inputs = set(op.inputs)
         if op.name == "cat":  # beam search puts the cache in the order of its beams before
-            sources.update(*(read.get(index, ()) for index in op.inputs))
+            inputs.update(*(read.get(index, ()) for index in op.inputs))
         for index in op.outputs:
-            read.setdefault(index, set()).update(sources)
+            read.setdefault(index, set()).update(inputs)
 
     def smaller(index: int, made: Collection[int]) -> list[int]:
         sources = (source for source in read.get(index, ()) if source in made and _dies_before(lives[source], end))

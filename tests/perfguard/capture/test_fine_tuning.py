@@ -49,6 +49,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     if bnb := sys.modules.get("bitsandbytes"):
         bnb.functional.name2qmap.clear()  # its tables are on meta now, in this process, too
+        bnb.optim.GlobalOptimManager.get_instance().initialize()  # the Trainer tells it about layers, by the ids of their weights
 
 
 def llama(dtype: torch.dtype = torch.float32) -> Any:
