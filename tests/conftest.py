@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -34,3 +35,10 @@ def _own_measurement_log(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     # Not mktemp, which lists all folders of all tests before it makes another.
     monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.getbasetemp() / f"log-{next(_numbers)}" / "perfguard.db"))
     monkeypatch.setenv("PERFGUARD_QUIET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_begins_anew() -> None:
+    """It keeps its device, its precision and its ranks for the whole process."""
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -39,13 +38,6 @@ A100, CPU = resolve_device("a100"), resolve_device("cpu")
 
 def study_of(directions: Sequence[Any] = ("minimize",)) -> optuna.Study:
     return optuna.create_study(directions=directions, sampler=optuna.samplers.RandomSampler(seed=0))
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_begins_anew() -> None:
-    """It keeps its device and its precision for the whole process."""
-    if "accelerate" in sys.modules:
-        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def captured(objective: Objective, device: Device = A100, directions: Sequence[Any] = ("minimize",)) -> CapturedTrial:
