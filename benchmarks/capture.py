@@ -156,18 +156,22 @@ def gan(trial: optuna.Trial) -> float:
     return 0.0
 
 
+def learn_text(model: Any, optimizer: torch.optim.Optimizer, vocabulary: int, shape: tuple[int, int]) -> float:
+    for _step in range(10):
+        text = torch.randint(0, vocabulary, shape, device="cuda")
+        model(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return 0.0
+
+
 def llama_large(trial: optuna.Trial) -> float:
     """1.5 billion parameters."""
     sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8}
     model = llama(vocab_size=32000, intermediate_size=5632, **sizes).to("cuda", torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     batch = trial.suggest_categorical("batch", (4, 8))
-    for _step in range(10):
-        text = torch.randint(0, 32000, (batch, 1024), device="cuda")
-        model(input_ids=text, labels=text).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return 0.0
+    return learn_text(model, optimizer, 32000, (batch, 1024))
 
 
 def llama_8b(trial: optuna.Trial) -> float:
@@ -184,12 +188,7 @@ def llama_8b(trial: optuna.Trial) -> float:
         fully_shard(part)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
     batch = trial.suggest_categorical("batch", (1, 2))
-    for _step in range(10):
-        text = torch.randint(0, 128256, (batch, 2048), device="cuda")
-        model(input_ids=text, labels=text).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return 0.0
+    return learn_text(model, optimizer, 128256, (batch, 2048))
 
 
 def llama_trainer(trial: optuna.Trial, *, lora: bool) -> float:

@@ -1,6 +1,6 @@
 """The time of collectives, and of steps on many GPUs beside few: the constants of `perfguard/collectives.py`, and their errors.
 
-    python benchmarks/links.py collectives.csv.gz runs.csv.gz      # half an hour; without the tables it does nothing
+    python benchmarks/links.py COLLECTIVES RUNS      # half an hour; without the tables it does nothing
 
 Collectives (microsoft/vidur): fitted on some systems, judged on others. Steps: published runs that differ in the number of GPUs
 alone. Each is dry-run with DDP or FSDP2 and predicted. The jitter is that of the other sources.
@@ -147,7 +147,7 @@ def show_steps(runs: Sequence[Row], record: Path | None) -> None:
 def main() -> None:
     """Show both tables."""
     parser = parser_of(__doc__)
-    parser.add_argument("tables", nargs="*", help="collectives.csv.gz and runs.csv.gz, which lie elsewhere")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="that of collectives, and that of runs")
     arguments = parser.parse_args()
     if len(arguments.tables) != 2:
         print("Skipped: the two tables are not given.")

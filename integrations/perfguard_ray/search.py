@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 
-_MOST_CHANGES = 100
-"""Changes in a row that population based training may propose in vain."""
-
-
 class _Guarded:
     """The state of a guarded search, less what the search inside saves by itself, and the guard, which goes with the Tuner."""
 
@@ -415,6 +411,9 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
         ConfigurationError: for a ``search`` without a guard.
     """
 
+    _MOST_CHANGES = 100
+    """In a row that do not fit."""
+
     def __init__(self, search: Any, **settings: Any) -> None:
         super().__init__(**settings)
         self.ledger = ledger_of(search, who="PerfGuardPopulationBasedTraining")
@@ -432,7 +431,7 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
         """Overrides what Tune's PB2 overrides, too (Ray 2.3 to 2.60)."""
-        for _ in range(_MOST_CHANGES):
+        for _ in range(self._MOST_CHANGES):
             config, operations = super()._get_new_config(trial, trial_to_clone)
             config.pop(REPAIR_KEY, None)  # that of the other configuration
             entry = self.ledger.judge(config, trial=number_of(trial), trial_id=trial.trial_id)

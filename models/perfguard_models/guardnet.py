@@ -379,8 +379,6 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
 
 def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
     """Add what the step waits for links and for the other ranks."""
-    if not any("ranks" in op.attributes for op in graph.ops):
-        return raw
     time, path = raw.of["time"], raw.path
     to_seconds = math.exp(time.log_value) / path.total_s
     links = link_times(graph, device, path.op_time_s * to_seconds)

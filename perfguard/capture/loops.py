@@ -17,7 +17,6 @@ import itertools
 import math
 import sys
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from perfguard.graph.libraries import Replace
 from perfguard.graph.op import Op, Phase
-from perfguard.graph.recorder import Life
+from perfguard.graph.recorder import Life, live_bytes
 
 ITERATIONS = 4
 """Enough to see what an iteration adds: the first may make what lasts, and whoever fetches ahead begins one later."""
@@ -106,11 +105,7 @@ def _derived(ops: Sequence[Op], begin: int, lives: Sequence[Life], holders: Coll
             found.update(index for index in ops[at].outputs if lives[index].birth >= begin)
             known |= found
             until = max(until, _last_death(found, lives))
-    changes: Counter[float] = Counter()
-    for index in found:
-        changes[lives[index].birth] += lives[index].num_bytes
-        changes[_last_death([index], lives) + 1] -= lives[index].num_bytes
-    return found, max(itertools.accumulate(changes[at] for at in sorted(changes)), default=0)
+    return found, int(live_bytes((lives[index] for index in found), len(ops)).max(initial=0))
 
 
 class Generations:

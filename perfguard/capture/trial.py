@@ -32,7 +32,7 @@ from perfguard.graph.kernels import DevicePaths, target_of
 from perfguard.graph.libraries import PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
-from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, tensors_in
+from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
 from perfguard.graph.selections import GROUPED_PRODUCTS
 from perfguard.graph.trace import tracing, unmodelled
 from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside, random_numbers_kept
@@ -323,11 +323,7 @@ class _Watch:
         collected: of the first epoch, all but five, and after it, all but three.
         """
         ops, marks = self._recorder.ops, self.marks
-        change, counts, is_judged = np.zeros(len(ops) + 2), np.zeros(len(ops), np.bool_), np.zeros(len(ops), np.bool_)
-        for life in self._lives:
-            change[life.birth] += life.num_bytes
-            change[1 + (len(ops) if life.death is None else life.death)] -= life.num_bytes
-        live = change.cumsum()[: len(ops)]
+        live, counts, is_judged = live_bytes(self._lives, len(ops)), np.zeros(len(ops), np.bool_), np.zeros(len(ops), np.bool_)
         counts[marks[0] if self._stages else self._first_forward() : marks[:5][-1]] = True
         counts[self._end_of_first_epoch() : marks[: len(marks) - self._num_later_steps + 3][-1]] = True
         counts[marks[-1] : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True

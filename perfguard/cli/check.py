@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from perfguard.verdict import DEFAULT_RISK, check_risk
 if TYPE_CHECKING:
     from perfguard.budget import Budget
     from perfguard.devices import Device
+    from perfguard.guard import Guard
     from perfguard.verdict import Verdict
 
 Result = Literal["fits", "does not fit", "cannot tell"]
@@ -77,28 +79,29 @@ def check(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk: float) -> tuple[Verdict, dict[str, Any]]:
-    """The guard's verdict, without a log and without a risk budget, and what is known of what was judged."""
+def guard_within(budget: Budget, device: Device, risk: float) -> Guard:
+    """Return a guard of ``budget``, without a log."""
     from perfguard.guard import Guard
-    from perfguard.physics import LeastMemory
 
     guard = Guard(device, risk=risk, log=False)
     guard.budget = budget
+    return guard
+
+
+def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk: float) -> tuple[Verdict, dict[str, Any]]:
+    """The guard's verdict, without a risk budget, and what is known of what was judged."""
+    from perfguard.physics import LeastMemory
+
+    guard, limits = guard_within(budget, device, risk), functools.partial(budget.limits, device=device)
     try:
         work = subject_of(arguments)(device)
     except TooLargeError as error:  # a workload that is too large to be built is a verdict, too
         least = LeastMemory.behind(error, device)
-        return guard.judge(least, lambda prediction: budget.limits(prediction, device), threshold=risk), {}
+        return guard.judge(least, limits, threshold=risk), {}
     limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
     if limit is not None and work.steps is None:
         raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
-    verdict = guard.judge(
-        work.graph,
-        lambda prediction: budget.limits(prediction, device),
-        threshold=risk,
-        steps=work.steps,
-        phases=work.phases,
-    )
+    verdict = guard.judge(work.graph, limits, threshold=risk, steps=work.steps, phases=work.phases)
     return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
 
 

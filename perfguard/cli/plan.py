@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perfguard.cli.check import result_of
+from perfguard.cli.check import guard_within, result_of
 from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
 from perfguard.cli.script import capture_script
 from perfguard.cli.subject import add_network_argument, in_network, whole_number
@@ -31,6 +31,7 @@ from perfguard.quantities import format_bytes, format_dollars, format_seconds, p
 from perfguard.verdict import DEFAULT_RISK, chance_in_words, check_risk
 
 if TYPE_CHECKING:
+    from perfguard.budget import Budget
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.guard import Guard
@@ -108,9 +109,9 @@ def plan(arguments: argparse.Namespace) -> int:
             import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
         except ImportError as error:
             raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
-    places = _places(arguments)
+    places, budget = _places(arguments), budget_of(memory=arguments.max_memory)
     for place in places:
-        budget_of(memory=arguments.max_memory).check_device(place.device)
+        budget.check_device(place.device)
     if len(words) * len(places) > _MOST_DRY_RUNS:
         raise ConfigurationError(
             f"--try makes {len(words)} combinations on {len(places)} sets of GPUs, and at most {_MOST_DRY_RUNS} dry runs are "
@@ -119,7 +120,7 @@ def plan(arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     notes = [note for place in places for note in alias_notes(place.card, place.device)]
     try:
-        for row in _tried(arguments, places, words):
+        for row in _tried(arguments, places, words, budget):
             rows.append(row)  # what is known when Ctrl-C comes
         results = {row["result"] for row in rows} - {"learns otherwise"}
         status = 0 if "fits" in results else 1 if results == {"does not fit"} else 3
@@ -187,14 +188,11 @@ def _ways_in_words(tries: Sequence[str], fixed: Sequence[str]) -> list[list[str]
     return [[*fixed], *(way for way in ways if way != [*fixed])]
 
 
-def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequence[list[str]]) -> Iterator[Row]:
+def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequence[list[str]], budget: Budget) -> Iterator[Row]:
     """Yield what is known of each way on each place. The first whose samples are seen says how many a step has."""
-    from perfguard.guard import Guard
-
     wanted = total = arguments.samples_per_step
     for place in places:
-        guard = Guard(place.device, risk=arguments.risk, log=False)
-        guard.budget = budget_of(memory=arguments.max_memory)
+        guard = guard_within(budget, place.device, arguments.risk)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
         known: list[tuple[list[str], int]] = []
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others

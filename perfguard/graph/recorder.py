@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -313,6 +315,15 @@ class Recorder(TorchDispatchMode):
             if self._index_by_address.get(reference.address) == reference.index:
                 del self._index_by_address[reference.address]
             self._references.pop(reference.index, None)
+
+
+def live_bytes(lives: Iterable[Life], number: int) -> npt.NDArray[np.float64]:
+    """Return the bytes of ``lives`` that are alive while each of ``number`` operators runs. Shape: (number,)."""
+    change = np.zeros(number + 2)
+    for life in lives:
+        change[life.birth] += life.num_bytes
+        change[1 + (number if life.death is None else life.death)] -= life.num_bytes
+    return change.cumsum()[:number]
 
 
 def _moved_bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""A loop that is cut short holds at its end what the whole loop would: both are dry-run, and compared to the byte."""
+"""A loop that is cut short holds at its end what the whole loop would: both are dry-run and compared."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from perfguard.capture import loaders, loops
 from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph
+from tests.perfguard.capture.batches import ahead
 
 A100 = resolve_device("a100")
 
@@ -27,16 +28,6 @@ def both(objective: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tu
     for module in (loaders, loops):
         monkeypatch.setattr(module, "ITERATIONS", math.inf)
     return cut, capture(objective, A100, spares=False).phases["the evaluation"]
-
-
-def ahead(loader: Any) -> Iterator[Any]:
-    """Fetch a batch before the last one is used, as Accelerate does."""
-    batches = iter(loader)
-    current = next(batches)
-    for following in batches:
-        yield current
-        current = following
-    yield current
 
 
 def rows(number: int) -> DataLoader[Any]:

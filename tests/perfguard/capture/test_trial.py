@@ -33,6 +33,7 @@ from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph import Phase, StorageKind, trace
 from perfguard.graph.recorder import tensors_in
 from perfguard.workload import CapturedTrial, TensorSpec, Workload
+from tests.perfguard.capture.batches import ahead
 
 A100, CPU = resolve_device("a100"), resolve_device("cpu")
 BATCH = 16
@@ -502,14 +503,6 @@ def test_an_evaluation_that_was_broken_off_before_training_feeds_no_step() -> No
 
 
 def test_batches_that_are_fetched_ahead_make_no_steps_more() -> None:
-    def ahead(loader: Any) -> Iterator[Any]:
-        batches = iter(loader)
-        batch = next(batches)
-        for following in batches:
-            yield batch
-            batch = following
-        yield batch
-
     def objective() -> None:
         model, loader = nn.Linear(20, 3).cuda(), rows(320)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -806,16 +799,6 @@ class Sentences(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 def padded(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
-
-
-def ahead(loader: Any) -> Iterator[Any]:
-    """Fetch a batch before the last one is used, as Accelerate does."""
-    batches = iter(loader)
-    current = next(batches)
-    for following in batches:
-        yield current
-        current = following
-    yield current
 
 
 @pytest.mark.parametrize("fetch", [iter, ahead])
