@@ -68,6 +68,11 @@ class LinkConfig:
     """Of a GPU that the catalog does not know: PCIe 3.0 x16. A guess."""
     guess_log_sigma: float = 1.2
     """Of these guesses: rented nodes have 25 Gbit/s for eight GPUs to 400 Gbit/s for each."""
+    nccl_bytes: int = 336 * 2**20
+    """What NCCL holds beside PyTorch's allocator. On H100s, nvidia-smi shows 1,519 MiB for one of 8 GPUs, 1,449 for one of 2, and
+    1,183 for one alone (logs of KellerJordan/modded-nanogpt)."""
+    nccl_sigma_bytes: int = 128 * 2**20
+    """Of these, on other cards. A guess: NCCL holds more for each channel and each peer."""
 
 
 LINKS = LinkConfig()

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard.collectives import link_times
+from perfguard.collectives import LINKS, link_times
 from perfguard.exceptions import PredictorError
 from perfguard.graph import (
     OpGraph,
@@ -378,8 +378,8 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
 
 
 def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
-    """Add what the step waits for links and for the other ranks."""
-    time, path = raw.of["time"], raw.path
+    """Add what the step waits for links and for the other ranks, and what NCCL holds."""
+    time, memory, path = raw.of["time"], raw.of["memory"], raw.path
     to_seconds = math.exp(time.log_value) / path.total_s
     links = link_times(graph, device, path.op_time_s * to_seconds)
     if links is None:
@@ -387,7 +387,13 @@ def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPredic
     waits_s = links.waits_s / to_seconds
     longer = math.log1p(waits_s.sum() / path.total_s)
     sigma = math.hypot(time.log_sigma, links.log_sigma / PRIOR.total)
-    of = raw.of | {"time": time._replace(log_value=time.log_value + longer, log_sigma=sigma)}
+    alone_bytes = math.exp(memory.log_value)
+    num_bytes = alone_bytes + LINKS.nccl_bytes
+    memory_sigma = math.hypot(memory.log_sigma * alone_bytes, LINKS.nccl_sigma_bytes) / num_bytes
+    of = {
+        "memory": memory._replace(log_value=math.log(num_bytes), log_sigma=memory_sigma),
+        "time": time._replace(log_value=time.log_value + longer, log_sigma=sigma),
+    }
     return raw._replace(of=of, links=links._replace(waits_s=waits_s))
 
 
