@@ -88,6 +88,11 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     steps = torch.arange(q.shape[-2], device=q.device)
     scores = torch.where(steps[:, None] >= steps, q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), float("-inf"))
-    powers = torch.exp(scores - scores.max(dim=-1, keepdim=True)[0])
-    out: torch.Tensor = powers / powers.sum(dim=-1, keepdim=True) @ v
+    out: torch.Tensor = _softmax(scores) @ v
     return out
+
+
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    moved = x - x.max(dim=-1, keepdim=True)[0]  # its name keeps it until the end, as in the course's code
+    powers = torch.exp(moved)
+    return powers / powers.sum(dim=-1, keepdim=True)
