@@ -343,7 +343,7 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     if split == "family":
         part_of: dict[tuple[str, str], int] = {}
         for table in sorted({run.table for run in runs}):
-            parts = _parts_of(Counter(run.family for run in runs if run.table == table), number, seed)
+            parts = _parts_of(Counter(run.family for run in runs if run.table == table), number, seed, {})
             part_of |= {(table, family): part for family, part in parts.items()}
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
         return [fold for fold in made if fold.learn and fold.judge]
@@ -351,12 +351,11 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         raise ValueError(f"A split is 'family', 'source', 'gpu' or 'random', not {split!r}.")
     only_cpus = all(run.gpu == "cpu" for run in runs)
     names = [None if run.gpu == "cpu" and not only_cpus else getattr(run, split) for run in runs]
-    # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
-    sizes = Counter[str]()
+    steps, kernels = Counter[str](), Counter[str]()
     for name, run in zip(names, runs, strict=True):
         if name is not None:
-            sizes[name] += 1 if run.is_single else 1_000_000
-    parts = _parts_of(sizes, number, seed)
+            (kernels if run.is_single else steps)[name] += 1
+    parts = _parts_of(steps, number, seed, kernels)
     made = []
     for part in sorted(set(parts.values())):
         held_out = sorted(name for name in parts if parts[name] == part)
@@ -364,18 +363,20 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     return [fold for fold in made if fold.learn]
 
 
-def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:
+def _parts_of(sizes: Mapping[str, int], number: int, seed: int, kernels: Mapping[str, int]) -> dict[str, int]:
     """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs.
 
+    Those with ``kernels`` go to the part with the fewest kernels: few cards have them, so each learns from another one.
     Scikit-learn's GroupKFold does the same, but sorts equal sizes by NumPy's unstable sort, which depends on the processor.
     Published folds must be the same everywhere.
     """
-    names = sorted(sizes)
+    names = sorted({*sizes, *kernels})
     random.Random(seed).shuffle(names)
-    load, part_of = [0] * number, {}
-    for name in sorted(names, key=lambda name: -sizes[name]):
-        part_of[name] = load.index(min(load))
-        load[part_of[name]] += sizes[name]
+    loads, part_of = [(0, 0)] * number, {}
+    for name in sorted(names, key=lambda name: (-sizes.get(name, 0), -kernels.get(name, 0))):
+        own = kernels.get(name, 0), sizes.get(name, 0)
+        part = min(range(number), key=lambda part: loads[part] if own[0] else loads[part][1])
+        part_of[name], loads[part] = part, (loads[part][0] + own[0], loads[part][1] + own[1])
     return part_of
 
 

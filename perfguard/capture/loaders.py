@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 
 from perfguard.capture import stage
 from perfguard.capture.loops import ITERATIONS, CutLoop
-from perfguard.capture.stage import LoaderEvent, longest_batch, samples_in_batch
+from perfguard.capture.stage import LoaderEvent
 
 _FILES = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
 
@@ -229,6 +231,44 @@ class Loaders:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):  # it streams
             return None
+
+
+def samples_in_batch(loader: Any) -> int | None:
+    """Return the number of samples in a batch of ``loader``. None: it does not say."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+
+
+def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, Any]:
+    """Return the longest batch that ``loader`` can make, with its name. ("", None): all samples are alike, or cannot be seen.
+
+    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set.
+    """
+    data, size = loader.dataset, samples_in_batch(loader)
+    if size is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return "", None
+    ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
+    sizes: dict[int, int] = {}
+    with _disable_current_modes():
+        for index in range(0, len(data), max(1, len(data) // number)):
+            sizes[index] = _size_of(data[index])
+            if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
+                break
+        if len(set(sizes.values())) < 2:
+            return "", None
+        largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
+        samples = [data[index] for index in itertools.islice(itertools.cycle(largest), size)]
+        return f"the longest batch of {len(sizes)} samples", loader.collate_fn(samples)
+
+
+def _size_of(sample: Any) -> int:
+    """How much there is in a sample: numbers, letters, tokens."""
+    if isinstance(sample, Mapping):
+        return sum(map(_size_of, sample.values()))
+    if hasattr(sample, "shape"):
+        return math.prod(sample.shape)
+    if isinstance(sample, str):
+        return len(sample)
+    return sum(map(_size_of, sample)) if isinstance(sample, (tuple, list)) else 1
 
 
 def _are_alike(one: Any, other: Any) -> bool:

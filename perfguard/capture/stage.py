@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import sys
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -487,44 +485,6 @@ def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
         return batch
 
     return __next__
-
-
-def samples_in_batch(loader: Any) -> int | None:
-    """Return the number of samples in a batch of ``loader``. None: it does not say."""
-    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-
-
-def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, Any]:
-    """Return the longest batch that ``loader`` can make, with its name. ("", None): all samples are alike, or cannot be seen.
-
-    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set.
-    """
-    data, size = loader.dataset, samples_in_batch(loader)
-    if size is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        return "", None
-    ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
-    sizes: dict[int, int] = {}
-    with _disable_current_modes():
-        for index in range(0, len(data), max(1, len(data) // number)):
-            sizes[index] = _size_of(data[index])
-            if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
-                break
-        if len(set(sizes.values())) < 2:
-            return "", None
-        largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
-        samples = [data[index] for index in itertools.islice(itertools.cycle(largest), size)]
-        return f"the longest batch of {len(sizes)} samples", loader.collate_fn(samples)
-
-
-def _size_of(sample: Any) -> int:
-    """How much there is in a sample: numbers, letters, tokens."""
-    if isinstance(sample, Mapping):
-        return sum(map(_size_of, sample.values()))
-    if hasattr(sample, "shape"):
-        return math.prod(sample.shape)
-    if isinstance(sample, str):
-        return len(sample)
-    return sum(map(_size_of, sample)) if isinstance(sample, (tuple, list)) else 1
 
 
 def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_kind: str) -> Any:

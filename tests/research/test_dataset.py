@@ -187,9 +187,10 @@ def test_cpus_stay_in_training_beside_gpus(split: str) -> None:
     assert all(runs[index].gpu != "cpu" for fold in made for index in fold.judge)
 
 
-def test_many_kernels_of_a_card_do_not_fill_a_fold() -> None:
+def test_cards_with_kernels_are_in_different_folds_and_do_not_fill_them() -> None:
     steps = [run_from("", f"gpu-{at}") for at in range(10) for _ in range(10)]
-    kernels = [run_from("", "gpu-0")._replace(table="operator") for _ in range(1000)]
+    kernels = [run_from("", f"gpu-{at}")._replace(table="operator") for at in range(5) for _ in range(200)]
     made = folds(steps + kernels, "gpu")
     assert [sum(index < len(steps) for index in fold.judge) for fold in made] == [20] * 5
+    assert [sum(index >= len(steps) for index in fold.judge) for fold in made] == [200] * 5
     assert len(folds(kernels + [one._replace(table="operator") for one in steps], "gpu")) == 5  # a table of nothing else

@@ -102,7 +102,7 @@ def test_samples_of_a_step_are_foreseen_where_they_are_in_proportion() -> None:
 def test_ways_that_learn_the_same_are_compared_and_others_are_left_out(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     status, document = plan("2xa100-80gb", "--price-per-hour", "3.6", "--try", "--micro-batch", "1,4", "--accumulate", "2,8")
     assert status == 0
-    fit = ["as it stands", "--micro-batch 4 --accumulate 2", "--micro-batch 1 --accumulate 8"]
+    fit = ["as it stands = --micro-batch 4 --accumulate 2", "--micro-batch 1 --accumulate 8"]
     assert ways_of(document, "fits") == fit
     others = {row["way"]: row["samples_per_step"] for row in document["ways"] if row["result"] == "learns otherwise"}
     assert others == {"--micro-batch 1 --accumulate 2": 4, "--micro-batch 4 --accumulate 8": 64}
