@@ -30,9 +30,9 @@ _SIZES = {"vocab": "vocab_size", "d_model": "d_model", "num_layers": "num_layers
 _MOST_APART = 1.5
 """Times of one configuration by one author that are further apart than this factor are not of one configuration."""
 _UNLIKELY = "damek/cs336-assignment2-systems"
-"""On an H100, where float32 takes more than 100 ms, it takes 1.15 times as long as bfloat16 in the middle of 20 configurations, and
-1.4 times at most. Of TobinZuo's 10, it takes 2.5 times as long in the middle. And some compiled models are four times as fast as
-eager ones, others just as fast."""
+"""On an H100, where float32 takes more than 100 ms, it takes 1.15 times as long as bfloat16 in the middle of 20 configurations,
+and 1.4 times at most. Of TobinZuo's 10, it takes 2.5 times as long in the middle. And some compiled models are four times as
+fast as eager ones, others just as fast."""
 
 
 def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
