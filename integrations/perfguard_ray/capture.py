@@ -19,6 +19,7 @@ from ray.tune.search import BasicVariantGenerator, create_searcher
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import Answer, DryRuns, seen
+from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError, ConfigurationError
 from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
@@ -136,12 +137,31 @@ def _pretend_session() -> None:
     hooked: Any = (actor, "_actor_launch_hook"), (remote_function, "_task_launch_hook")
     for module, name in hooked:
         setattr(module, name, refuse)
+    with suppress(ImportError):
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+        if hasattr(DataParallelTrainer, "_get_local_controller"):  # before Ray 2.50, no trainer runs in this process
+            DataParallelTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
     folder = str(Path.cwd())
     session._session = SimpleNamespace(  # type: ignore[assignment]
         report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
         node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
         trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
+        _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
     )  # fmt: skip
+
+
+def _run_first_worker(trainer: Any) -> Any:
+    """A trainer of Ray Train runs its function as it does under torchrun: in this process, the first of its workers."""
+    from ray.train._internal import session
+
+    workers = trainer.scaling_config.num_workers
+    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))  # shards of few are larger
+    of_trial, session._session = session._session, None  # workers are in no trial of Tune
+    try:
+        return trainer._get_local_controller().run(trainer._get_train_func())
+    finally:
+        session._session = of_trial
 
 
 def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[GuardSettings]) -> Any:

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import ray
+import ray.train
 import torch
 from ray import tune
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import perfguard_ray
 from perfguard.exceptions import (
@@ -82,6 +87,24 @@ def train_without_end(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
         tune.report({"loss": 1 / loss.item()})
+
+
+def work(config: dict[str, Any]) -> None:
+    model = prepare_model(nn.Linear(64, config["width"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for (x,) in prepare_data_loader(DataLoader(TensorDataset(torch.ones(256, 64)), 8)):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        ray.train.report({"loss": 1.0})
+
+
+def train_on_many(config: dict[str, Any]) -> None:
+    scaling = ScalingConfig(num_workers=config["workers"], use_gpu=True)
+    callbacks: list[Any] = [TuneReportCallback()]
+    run = ray.train.RunConfig(callbacks=callbacks)
+    TorchTrainer(work, train_loop_config=config, scaling_config=scaling, run_config=run).fit()
 
 
 class StopFirst(FIFOScheduler):
@@ -184,6 +207,12 @@ def test_a_class_is_dry_run_and_measured(tmp_path: Path) -> None:
     with pytest.warns(NothingFeasibleWarning, match="1 of 2 points"):
         results = fit(guarded, tmp_path, {"width": tune.grid_search([SMALL, LARGE])})
     assert [(result.config["width"], result.metrics["perfguard/num_steps"]) for result in results] == [(SMALL, 3)]
+
+
+def test_a_trainer_of_ray_train_is_dry_run_as_its_first_worker() -> None:
+    captured = TrainableBuild(train_on_many, BARE_A100)({"width": SMALL, "workers": 4})
+    assert (captured.num_ranks, captured.steps, captured.samples_per_step) == (4, 16, 8)
+    assert captured.graph.options == ("ddp",)
 
 
 def test_a_function_that_starts_tasks_of_ray_is_not_dry_run() -> None:
