@@ -164,7 +164,8 @@ def _carry_with_reports(run: Run) -> None:
 
     def report(metrics: dict[str, Any], *arguments: Any, **options: Any) -> None:
         is_ours = trial_id == getattr(session, "trial_id", None)  # an actor that is used again keeps its session
-        extra = metrics_of(run) if is_ours and RESULT_DUPLICATE not in metrics else {}
+        is_measured = f"{PREFIX}num_steps" in metrics  # by a worker of Ray Train, which runs the steps
+        extra = metrics_of(run) if is_ours and not is_measured and RESULT_DUPLICATE not in metrics else {}
         plain({**metrics, **extra}, *arguments, **options)
 
     report._perfguard_plain = plain  # type: ignore[attr-defined]
