@@ -6,6 +6,7 @@ writes with `--record docs/results/data`, or from the JSON beside shipped weight
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import statistics
@@ -16,9 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "results"
-ELSEWHERE = (ROOT / "docs" / "predictors.md",)
-"""Pages with tables of results among others."""
 MODELS = ROOT / "models"
+ELSEWHERE = (ROOT / "docs" / "predictors.md", MODELS / "perfguard_models" / "cards" / "step-time.md")
+"""Pages with tables of results among others."""
 WRITTEN_WHOLE = ("leaderboard.md",)
 """Pages that a command writes: `perfguard leaderboard --out`."""
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,7 +32,9 @@ _USES = {
     "training at large batches (Lambda, kai271828, XHMY, FlagPerf, Gavel)": "lambdal/ kai271828/ XHMY/ FlagOpen/ stanford-",
     "BERT and ResNet, training and inference (NVIDIA)": "NVIDIA/",
     "MIG slices of an A100 (MIGProfiler)": "MLSysOps/",
-    "a language model on an A100 (yyin-dev)": "yyin-dev/",
+    "a plain language model in many sizes, 8 cards (students of CS336)": (
+        "yyin-dev/ damek/ aimetrics/ LINYUNLinYun/ luke396/ TobinZuo/ CTKnight/ EnzoDing-rgb/"
+    ),
     "fine-tuning through a trainer (optimum)": "huggingface/",
     "transformers in float32 (NeuSight)": "transformers",
     "float16 inference, RTX 3090 (timm)": "rtx3090_infer",
@@ -114,9 +117,9 @@ def _by_source(errors: Sequence[Mapping[str, Any]], split: str) -> list[float]:
     return [mean for own in sources.values() if (mean := _weighted(own, "mean")) is not None]
 
 
-def memory_errors() -> Table:
-    """Return the errors of memory and utilisation, measured with cuDNN's benchmark mode on."""
-    card = _weights("perfguard_models", "memory-forest")
+def errors_of(name: str) -> Table:
+    """Return the errors of the weights ``name`` by what was left out and by group of runs."""
+    card = _weights("perfguard_models", name)
     columns = [
         "left out",
         "runs",
@@ -135,6 +138,14 @@ def memory_errors() -> Table:
         for error in card["errors"]
     ]  # fmt: skip
     return _of(card, columns, rows)
+
+
+def rows_of(name: str) -> Table:
+    """Return what the weights ``name`` have learnt from."""
+    card = _weights("perfguard_models", name)
+    return _of(
+        card, ["kind of table, source, device, mode", "rows"], [[group, f"{rows:,}"] for group, rows in card["rows"].items()]
+    )
 
 
 def memory_fits() -> Table:
@@ -195,7 +206,9 @@ DERIVED: dict[str, Callable[[], Table]] = {
     "step-times": step_times,
     "operators": operators,
     "cpus": cpus,
-    "memory-errors": memory_errors,
+    "memory-errors": functools.partial(errors_of, "memory-forest"),
+    "step-time-errors": functools.partial(errors_of, "step-time"),
+    "step-time-rows": functools.partial(rows_of, "step-time"),
     "memory-fits": memory_fits,
     "fusion-labels": fusion_labels,
     "fusion-edges": fusion_edges,

@@ -1,7 +1,8 @@
 """The learner of step times: the graph network, and boosted trees on the sums of a step.
 
 The prediction is the geometric mean of the time of the network (`graph_network`) and of the trees (`step_forest`), whose errors
-differ. The trees are for GPUs alone: on CPUs they do not help (docs/decisions.md).
+differ. The trees are for GPUs alone: on CPUs they do not help (docs/decisions.md). Neither is believed where it lets matrix
+products be faster than any was measured.
 
 Shapes: B steps, N launches of the longest step.
 """
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _LAUNCHES_A_BATCH = 40_000
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
+_COMPUTE, _PRODUCT = COLUMNS.index("log_compute_s"), COLUMNS.index("log_k")
+_TENSOR_CORES = [COLUMNS.index("half"), COLUMNS.index("tf32")]
+_FASTEST = 0.87
+"""Share of the peak of tensor cores: the highest of 26,650 products in float16 (Vidur), on the A100 as on the H100."""
 _CLOCK = DEVICE_COLUMNS.index("log_clock")
 _EDGE_SCALE = 5.0
 """Divides the columns of edges: their logarithms are within ±10."""
@@ -107,7 +112,10 @@ class StepTime:
             log_s = torch.stack([clocks.log_step_s(packed.is_launch, machine) for machine in _MACHINES])
             path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
         found = log_s.double().numpy()
-        return found + self._towards_trees(found[0], runs), clocks.device_s.double().numpy(), path
+        found += self._towards_trees(found[0], runs)
+        least_s = np.array([least_products_s(run.view) for run in runs])
+        found += np.log(np.maximum(least_s / np.exp(found[0]), 1.0))  # all machines alike: what is not known stays so
+        return found, clocks.device_s.double().numpy(), path
 
     def _towards_trees(self, log_s: Floats, runs: Sequence[Example]) -> Floats:
         """Half the difference between the trees' log time and the network's ``log_s`` (B,); 0 where the trees do not apply."""
@@ -215,6 +223,14 @@ def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
     """The operators' columns, the device's, and whether it is a CPU. Shape: (rows, NODE_COLUMNS)."""
     of_device = np.concatenate([view["device"], view["is_cpu"]])
     return np.concatenate([view["x"], np.broadcast_to(of_device, (len(view["x"]), len(of_device)))], axis=1, dtype=np.float32)
+
+
+def least_products_s(view: Mapping[str, npt.NDArray[Any]]) -> float:
+    """Seconds of the matrix products of a step, if each is as fast as any was. On a CPU 0: there the peak is a measured rate."""
+    x = view["x"].astype(np.float64)
+    share = np.where((x[:, _TENSOR_CORES] > 0.5).any(axis=1), _FASTEST, 1.0)
+    seconds = np.where(x[:, _PRODUCT] > 0, np.exp(x[:, _COMPUTE]) * 1e-6 / share, 0.0)
+    return 0.0 if view["is_cpu"][0] else float(seconds[view["order"]].sum())
 
 
 def trees_apply(run: Example) -> bool:

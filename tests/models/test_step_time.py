@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard import OpGraph, Workload, resolve_device, trace
+from perfguard import OpGraph, TensorSpec, Workload, resolve_device, trace
 from perfguard_models import trained
 from perfguard_models.graph_network import Clocks, PathTimes
 from perfguard_models.learner import Step
@@ -73,6 +73,15 @@ def log_step_s(graph: OpGraph, card: str) -> npt.NDArray[np.float64]:
 def test_tf32_changes_nothing_on_cards_that_gain_nothing_by_it(network: str, card: str) -> None:
     on, off = (log_step_s(graph_of(network, batch=256, width=512, tf32=tf32), card) for tf32 in ("on", "off"))
     np.testing.assert_array_equal(on, off)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_no_product_is_faster_than_any_was_measured(card: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16384, 16384, dtype=torch.float16) for _ in range(4)))
+    graph, device = trace(Workload(model, TensorSpec((16384, 16384), "float16"), mode="infer")), resolve_device(card)
+    seconds = math.exp(shipped().log_step_s([step_of(graph, card)])[0, 0])
+    assert graph.flops / seconds <= 0.88 * device.flops_per_s("fp16")  # columns are rounded to half precision
 
 
 @pytest.mark.parametrize("card", CARDS)
