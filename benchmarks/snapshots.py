@@ -60,10 +60,8 @@ def traced_bytes(author: str, name: str) -> tuple[str, int] | None:
     if found is None or author not in BATCHES or "with_grad" in name:  # what they keep of a forward pass is not known
         return None
     size, length = found[1], int(found[2])
-    mode, precision = (
-        "train" if "training" in name else "infer",
-        "amp-bf16" if "bf16" in name or name.startswith(AUTOCAST) else "fp32",
-    )
+    mode = "train" if "training" in name else "infer"
+    precision = "amp-bf16" if "bf16" in name or name.startswith(AUTOCAST) else "fp32"
     row = {
         "source": author,
         "model": "cs336:BasicsTransformerLM",

@@ -138,10 +138,10 @@ def _pretend_session() -> None:
     for module, name in hooked:
         setattr(module, name, refuse)
     with suppress(ImportError):
-        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+        from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-        if hasattr(DataParallelTrainer, "_get_local_controller"):  # before Ray 2.50, no trainer runs in this process
-            DataParallelTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
+        if "_get_local_controller" in vars(TorchTrainer):  # older ones cannot run in this process
+            TorchTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
     folder = str(Path.cwd())
     session._session = SimpleNamespace(  # type: ignore[assignment]
         report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
@@ -155,8 +155,10 @@ def _run_first_worker(trainer: Any) -> Any:
     """A trainer of Ray Train runs its function as it does under torchrun: in this process, the first of its workers."""
     from ray.train._internal import session
 
-    workers = trainer.scaling_config.num_workers
-    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))  # shards of few are larger
+    if trainer.datasets:
+        raise CaptureError("A TorchTrainer with datasets=... reads from Ray Data, which a dry run does not see. Use build=...")
+    workers = trainer.scaling_config.num_workers  # of (fewest, most), the fewest: each holds a larger shard
+    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))
     of_trial, session._session = session._session, None  # workers are in no trial of Tune
     try:
         return trainer._get_local_controller().run(trainer._get_train_func())

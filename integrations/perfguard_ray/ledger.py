@@ -258,8 +258,9 @@ class Ledger:
         nothing = {"peak_memory_bytes": None, "step_time_s": None, "method": "none", "framework": ""}
         device = {"device_id": self.guard.device.id, "device_name": self.guard.device.name}
         reported = {one.name: report[one.name] for one in fields(Measurement) if one.name in report}
-        if getattr(self.build, "captures", False) and not entry.num_steps:  # a dry run has seen steps: workers have made them
-            reported = {}
+        # The dry run has seen steps. Where this process has made none, others have, unless memory ended before the first.
+        if status != "oom" and getattr(self.build, "captures", False) and not entry.num_steps:
+            reported = {name: value for name, value in reported.items() if name in device}
         known = {
             "status": status,
             "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),

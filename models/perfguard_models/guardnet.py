@@ -50,7 +50,7 @@ from perfguard_models.raw_prediction import (
     scale_of,
 )
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
-from perfguard_models.step_time import StepTime, batches_of
+from perfguard_models.step_time import StepTime, batches_of, least_products_s
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import CPU_PREFIX, FittedModel, trained_of
 from perfguard_models.weight_files import read_pair
@@ -326,7 +326,8 @@ class GuardNet:
             compiled = self._compiled(graph, device)
             eager = graph if compiled is None else compiled.eager
             raw = _widened(self._weights[device.kind].predict(eager, device), eager)
-            of_graph[key] = _with_links(raw if compiled is None else _on_kernels(raw, compiled, device), graph, device)
+            raw = raw if compiled is None else _on_kernels(raw, compiled, device)
+            of_graph[key] = _with_nccl(_with_links(raw, graph, device), graph, device)
         return of_graph[key]
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
@@ -367,6 +368,9 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
     left = compiled.time_shares(device)
     path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
     less = {"memory": compiled.memory_share(device), "time": float(path.total_s / raw.path.total_s)}
+    # The compiler leaves matrix products as they are.
+    least_s = least_products_s(raw.step.view) / math.exp(raw.of["time"].log_value)
+    less["time"] = max(less["time"], least_s)
     features = raw.step.view["sums"].copy()
     features[STEP_FEATURES.index("compiled")] = 1.0
     return raw._replace(
@@ -378,8 +382,8 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
 
 
 def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
-    """Add what the step waits for links and for the other ranks, and what NCCL holds."""
-    time, memory, path = raw.of["time"], raw.of["memory"], raw.path
+    """Add what the step waits for links and for the other ranks."""
+    time, path = raw.of["time"], raw.path
     to_seconds = math.exp(time.log_value) / path.total_s
     links = link_times(graph, device, path.op_time_s * to_seconds)
     if links is None:
@@ -387,14 +391,19 @@ def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPredic
     waits_s = links.waits_s / to_seconds
     longer = math.log1p(waits_s.sum() / path.total_s)
     sigma = math.hypot(time.log_sigma, links.log_sigma / PRIOR.total)
+    of = raw.of | {"time": time._replace(log_value=time.log_value + longer, log_sigma=sigma)}
+    return raw._replace(of=of, links=links._replace(waits_s=waits_s))
+
+
+def _with_nccl(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
+    """Add what NCCL holds beside the allocator. An evaluation under DDP has no collective, and NCCL is there all the same."""
+    if device.kind == "cpu" or not {"ddp", "fsdp"}.intersection(graph.options):
+        return raw
+    memory = raw.of["memory"]
     alone_bytes = math.exp(memory.log_value)
     num_bytes = alone_bytes + LINKS.nccl_bytes
-    memory_sigma = math.hypot(memory.log_sigma * alone_bytes, LINKS.nccl_sigma_bytes) / num_bytes
-    of = {
-        "memory": memory._replace(log_value=math.log(num_bytes), log_sigma=memory_sigma),
-        "time": time._replace(log_value=time.log_value + longer, log_sigma=sigma),
-    }
-    return raw._replace(of=of, links=links._replace(waits_s=waits_s))
+    sigma = math.hypot(memory.log_sigma * alone_bytes, LINKS.nccl_sigma_bytes) / num_bytes
+    return raw._replace(of=raw.of | {"memory": memory._replace(log_value=math.log(num_bytes), log_sigma=sigma)})
 
 
 def _setting_of(graph: OpGraph) -> float:

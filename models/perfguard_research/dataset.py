@@ -366,7 +366,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
 def _parts_of(sizes: Mapping[str, int], number: int, seed: int, kernels: Mapping[str, int]) -> dict[str, int]:
     """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs.
 
-    Those with ``kernels`` go to the part with the fewest kernels: few cards have them, so each learns from another one.
+    Those with ``kernels`` go to the part with the fewest kernels. Few cards have them: in different parts, each is predicted from
+    the others.
     Scikit-learn's GroupKFold does the same, but sorts equal sizes by NumPy's unstable sort, which depends on the processor.
     Published folds must be the same everywhere.
     """

@@ -112,8 +112,8 @@ class Ranks:
             yield f"{stated} processes are stated, but no process group is made: what is judged is one process by itself"
         if not self.are_many:
             return
-        left = "NCCL's own buffers are assumed" if self._device_kind == "cuda" else "the time on the link is not counted"
-        yield f"rank {self._rank} of {self._world_size}: {left}"
+        left = "NCCL's buffers beyond those of an all-reduce are" if self._device_kind == "cuda" else "the time on the link is"
+        yield f"rank {self._rank} of {self._world_size}: {left} not counted"
         found = _wrappers_in(models)
         if not found:
             yield "no model is wrapped in DDP or FSDP: each process holds all of it"
@@ -175,7 +175,8 @@ def _refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
 def _leave_the_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = 0  # an initialization that failed counts, and meshes that are equal share names
+    # A failed initialization leaves the counter raised. PyTorch remembers meshes by their ranks, with the names of their groups.
+    dist.distributed_c10d._world.group_count = 0
 
 
 def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:

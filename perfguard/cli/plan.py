@@ -195,7 +195,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
         guard = guard_within(budget, place.device, arguments.risk)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
         known: list[tuple[list[str], int]] = []
-        row_of: dict[tuple[str, ...], Row] = {}  # by what it runs
+        row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
             tried = way[len(arguments.words) :]
             name = str(setup) if setup else shlex.join(tried) or "as it stands"
@@ -215,7 +215,8 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
                 samples = (seen.samples_per_step or 0) * seen.num_ranks
                 wanted = wanted or samples
                 known += [(tried, samples)] if samples else []
-                same = row_of.setdefault(tuple(graph.content_hash for graph in (seen.graph, *seen.phases.values())), row)
+                graphs = seen.graph, *seen.phases.values()
+                same = row_of.setdefault((samples, *(graph.content_hash for graph in graphs)), row)
                 if same is not row:  # some words say what the script does anyway
                     same["way"] += f" = {name}"
                     continue

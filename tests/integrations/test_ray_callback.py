@@ -174,6 +174,19 @@ def report_of(num_steps: int, seconds: float, **device: Any) -> dict[str, Any]:
     return {f"perfguard/{name}": value for name, value in (fields | device).items()} | {"loss": 0.5}
 
 
+@pytest.mark.parametrize(("num_steps", "status", "counts"), [(3, "ok", True), (0, "ok", False), (0, "oom", True)])
+def test_a_process_without_the_steps_of_the_dry_run_has_measured_nothing(num_steps: int, status: Any, counts: bool) -> None:
+    """Workers of Ray Train have made them, or memory has ended before the first."""
+
+    def captured(config: Mapping[str, Any]) -> Any: ...
+
+    captured.captures = True  # type: ignore[attr-defined]
+    ledger = Ledger(Guard("cpu", log=False), captured, "study")
+    measurement = ledger.measurement(entry(num_steps=num_steps, peak_memory_bytes=2**30, device_id="rtx3090"), status)
+    assert measurement.peak_memory_bytes == (2**30 if counts else None)
+    assert measurement.device_id == "rtx3090"
+
+
 def test_a_trial_that_its_pace_has_stopped_stays_so() -> None:
     """Tune stops it at its next result, whose pace may look better."""
     ledger = Ledger(Guard("cpu", time_budget="10s", log=False), build, "study")

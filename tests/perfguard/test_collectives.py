@@ -125,7 +125,9 @@ def test_captured_step_waits_for_slow_links_and_on_fast_ones_takes_its_computati
     assert slow.time_parts_s["communication"] > 10 * fast.time_parts_s["communication"] > 0
     assert slow.step_time.median > fast.step_time.median > computed.step_time.median
     assert slow.step_time.log_sigma > computed.step_time.log_sigma
-    assert slow.peak_memory.median - computed.peak_memory.median == pytest.approx(LINKS.nccl_bytes)
+    without_nccl = guardnet.predict(replace(graph, options=()), H100)
+    for found in (slow, computed):  # an evaluation has no collectives
+        assert found.peak_memory.median - without_nccl.peak_memory.median == pytest.approx(LINKS.nccl_bytes)
     assert sum(slow.time_by_kind_s.values()) == pytest.approx(slow.step_time.median)
     shares = guardnet.op_time_shares(graph, H100.with_network(1e8))  # type: ignore[attr-defined]
     assert shares[["ranks" in op.attributes for op in graph.ops]].sum() > 0.5

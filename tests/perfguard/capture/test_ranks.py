@@ -173,7 +173,7 @@ def test_collectives_are_operators_that_write_their_buffers() -> None:
     assert sum(op.bytes_written for op in reduces) == PARAMETER_BYTES
     assert {op.kind for op in reduces} == {"copy"}
     assert graph.options == ("batch-on-device", "ddp")
-    assert graph.unmodelled[0].startswith("rank 0 of 2: NCCL's own buffers are assumed")
+    assert graph.unmodelled[0].startswith("rank 0 of 2: NCCL's buffers beyond those of an all-reduce are not counted")
 
 
 def test_without_a_process_group_nothing_is_said() -> None:
@@ -380,7 +380,7 @@ def test_world_size_is_stated_for_a_script(tmp_path: Path, capsys: pytest.Captur
     for words in (["--world-size", "8"], ["--world-size", "2"]):
         assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb", "--json", "--steps", "4", *words]) == 0
         document = json.loads(capsys.readouterr().out)
-        assert f"rank 0 of {words[1]}: NCCL's own buffers are assumed" in document["unmodelled"][0]
+        assert f"rank 0 of {words[1]}: NCCL's buffers beyond those of an all-reduce are not counted" in document["unmodelled"][0]
         peaks.append(document["peak_memory_bytes"]["median"])
     assert peaks[0] < peaks[1]
     assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb"]) == 1
