@@ -6,7 +6,6 @@ stages of equal cells with two residual blocks of stride 2 between them, and a l
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import torch
@@ -44,11 +43,6 @@ def is_connected(cell: Cell) -> bool:
         if start in reached and name != "none":
             reached.add(end)
     return 3 in reached
-
-
-def all_cells() -> list[Cell]:
-    """Every connected cell."""
-    return [cell for cell in itertools.product(OPERATORS, repeat=len(EDGES)) if is_connected(cell)]
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
