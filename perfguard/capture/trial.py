@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import time
 import weakref
@@ -113,10 +114,11 @@ class _Watch:
         """A step of each earlier optimizer."""
         self._forwards: list[tuple[int, bool]] = []
         """Number of operators where a model began to compute, and whether it did so without gradients."""
-        self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers."""
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """The optimizers that were made, numbered. The id of one that is gone may be that of the next."""
+        self._num_made = itertools.count()
         self._stepped: dict[int, int] = {}
-        """Steps of each optimizer, by its id, in the order of their first steps."""
+        """Steps of each optimizer, by its number, in the order of their first steps."""
         self._roots: dict[int, nn.Module] = {}
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
@@ -201,9 +203,14 @@ class _Watch:
         @functools.wraps(own)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             own(optimizer, *args, **kwargs)
-            self._made.add(optimizer)
+            self._number(optimizer)
 
         return __init__
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._num_made)
+        return self._numbers[optimizer]
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for state in optimizer.state.values():
@@ -234,18 +241,21 @@ class _Watch:
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
-        if id(optimizer) not in self._stepped:
+        number = self._number(optimizer)
+        if number not in self._stepped:
             self._begin_stage()
-        self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
-        awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
-        if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
+        self._stepped[number] = self._stepped.get(number, 0) + 1
+        awaits = (
+            any(made not in self._stepped for made in self._numbers.values()) and max(self._stepped.values()) < _MOST_STEPS_ALONE
+        )
+        if awaits or list(self._stepped)[-1] != number:  # a step ends with the optimizer that begins last
             return
         if len(self.marks) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self.host.num_copies)
         self._batches.append(len(self.host.batches))
-        self.loaders.end_step(self._stepped[id(optimizer)])
+        self.loaders.end_step(self._stepped[number])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
         if len(self.marks) >= 3 + self._ranks.are_many and not self.loaders.feed_steps and not self.loaders.may_spare:

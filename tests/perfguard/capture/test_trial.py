@@ -755,6 +755,24 @@ def test_models_of_earlier_folds_are_gone_and_their_steps_are_phases() -> None:
     assert captured.steps is None  # the stages have other loaders
 
 
+def test_an_optimizer_at_the_address_of_one_that_is_gone_is_another() -> None:
+    def objective() -> None:
+        fit(nn.Linear(20, 3).cuda(), rows(640), optimizer := torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), epochs=1)
+        address = id(optimizer)
+        del optimizer
+        made = [torch.optim.SGD.__new__(torch.optim.SGD)]
+        while id(made[-1]) != address and len(made) < 1000:
+            made.append(torch.optim.SGD.__new__(torch.optim.SGD))
+        assert id(made[-1]) == address
+        model = nn.Linear(20, 3).cuda()
+        made[-1].__init__(model.parameters(), lr=0.1)  # type: ignore[misc]
+        fit(model, rows(640), made.pop(), epochs=1)
+
+    captured = capture(objective, A100)
+    assert captured.num_optimizers == 2
+    assert "a step of stage 1" in captured.phases
+
+
 def test_evaluation_within_the_first_steps_is_not_in_each_step() -> None:
     def objective() -> None:
         model = nn.Linear(20, 3).cuda()
