@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,8 +56,8 @@ class Loaders:
         self._num_operators = num_operators
         self._seconds_spared = seconds_spared
         self._spared_until = math.inf
-        self._passes: dict[int, _Pass] = {}
-        """The latest pass over each loader, by its id."""
+        self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        """The latest pass over each loader. The id of one that is gone may be that of the next."""
         self._giving: list[Any] = []
         """Loaders that have given a batch since the last step, and have not ended."""
         self._trainer: Any = None
@@ -107,12 +108,12 @@ class Loaders:
             StopIteration: if its next batches show nothing new.
         """
         if event == "begins":
-            before = self._passes.get(id(loader))
+            before = self._passes.get(loader)
             self._counts_steps |= before is not None and before.feeds and _gives_without_end()
-            self._passes[id(loader)] = _Pass(self._num_operators())
+            self._passes[loader] = _Pass(self._num_operators())
             self._giving = [other for other in self._giving if not _are_alike(other, loader)]  # its pass was left by a `break`
             self._evaluates = False
-        latest = self._passes.setdefault(id(loader), _Pass())
+        latest = self._passes.setdefault(loader, _Pass())
         if event == "asked":
             latest.loop.begins_at.append(self._num_operators())
         if event == "gave":
@@ -159,7 +160,7 @@ class Loaders:
         self._evaluates = evaluates
         if evaluates:
             for loader in self._giving:
-                self._passes[id(loader)].evaluates = True
+                self._passes[loader].evaluates = True
 
     def begin_anew(self) -> None:
         """Forget the steps so far: another optimizer belongs to a step."""
@@ -168,12 +169,12 @@ class Loaders:
     def end_step(self, num_steps: int) -> None:
         """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop."""
         self._num_steps = num_steps
-        likely = sorted(self._giving, key=lambda loader: (not self._passes[id(loader)].feeds, self._passes[id(loader)].evaluates))
+        likely = sorted(self._giving, key=lambda loader: (not self._passes[loader].feeds, self._passes[loader].evaluates))
         loader = likely[0] if likely else self._trainer
         self._giving.clear()
         self._num_unfed = 0 if likely else self._num_unfed + 1
         self._trainer = loader if self._trainer is None else self._trainer
-        latest = _Pass() if loader is None else self._passes[id(loader)]
+        latest = _Pass() if loader is None else self._passes[loader]
         self._used.append(latest.num_batches - latest.num_used)
         latest.num_used = latest.num_batches
         # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
