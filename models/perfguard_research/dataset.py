@@ -20,7 +20,7 @@ import sys
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -343,7 +343,7 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     if split == "family":
         part_of: dict[tuple[str, str], int] = {}
         for table in sorted({run.table for run in runs}):
-            parts = _parts_of(Counter(run.family for run in runs if run.table == table), number, seed, {})
+            parts = _parts_of(Counter(run.family for run in runs if run.table == table), Counter(), number, seed)
             part_of |= {(table, family): part for family, part in parts.items()}
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
         return [fold for fold in made if fold.learn and fold.judge]
@@ -355,7 +355,7 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     for name, run in zip(names, runs, strict=True):
         if name is not None:
             (kernels if run.is_single else steps)[name] += 1
-    parts = _parts_of(steps, number, seed, kernels)
+    parts = _parts_of(steps, kernels, number, seed)
     made = []
     for part in sorted(set(parts.values())):
         held_out = sorted(name for name in parts if parts[name] == part)
@@ -363,21 +363,21 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     return [fold for fold in made if fold.learn]
 
 
-def _parts_of(sizes: Mapping[str, int], number: int, seed: int, kernels: Mapping[str, int]) -> dict[str, int]:
+def _parts_of(runs: Counter[str], kernels: Counter[str], number: int, seed: int) -> dict[str, int]:
     """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs.
 
     Those with ``kernels`` go to the part with the fewest kernels. Few cards have them: in different parts, each is predicted from
     the others.
+
     Scikit-learn's GroupKFold does the same, but sorts equal sizes by NumPy's unstable sort, which depends on the processor.
     Published folds must be the same everywhere.
     """
-    names = sorted({*sizes, *kernels})
+    names = sorted({*runs, *kernels})
     random.Random(seed).shuffle(names)
     loads, part_of = [(0, 0)] * number, {}
-    for name in sorted(names, key=lambda name: (-sizes.get(name, 0), -kernels.get(name, 0))):
-        own = kernels.get(name, 0), sizes.get(name, 0)
-        part = min(range(number), key=lambda part: loads[part] if own[0] else loads[part][1])
-        part_of[name], loads[part] = part, (loads[part][0] + own[0], loads[part][1] + own[1])
+    for name in sorted(names, key=lambda name: (-runs[name], -kernels[name])):
+        part = min(range(number), key=lambda part: loads[part] if kernels[name] else loads[part][1])
+        part_of[name], loads[part] = part, (loads[part][0] + kernels[name], loads[part][1] + runs[name])
     return part_of
 
 
