@@ -1,14 +1,15 @@
 """Memory of one rank of many: PerfGuard's dry run, PyTorch's own tracker, and two real processes with gloo.
 
-    python benchmarks/ranks.py                       # all ways, for 2 and 8 ranks; three minutes
+    python benchmarks/ranks.py                       # all ways, for 2 and 8 ranks; five minutes
     python benchmarks/ranks.py --only DDP FSDP2
 
 The model is a transformer of 3.7 million parameters on the CPU. The tracker follows real tensors, with PyTorch's fake process
-group for the other ranks. Of the real processes, what the CPU's allocator gives out is summed.
+group for the other ranks. Of the real processes, and of DeepSpeed (in bfloat16), what the CPU's allocator gives out is summed.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -16,13 +17,19 @@ from pathlib import Path
 from _record import parser_of, show
 
 sys.path.append(str(Path(__file__).parents[1]))
+from perfguard.capture import Answer, DryRuns
+from perfguard.capture.ranks import torchrun_variables
+from perfguard.devices import resolve_device
+from tests.perfguard.capture import toy_deepspeed
 from tests.perfguard.capture.toy_ranks import WAYS, dry_run, real_bytes, tracked_bytes
+
+ZERO = {f"DeepSpeed ZeRO {stage}": stage for stage in (1, 2, 3)}
 
 
 def main() -> None:
     """Train in each way and show the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", default=[*WAYS], metavar="WAY", help="some of: " + ", ".join(WAYS))
+    parser.add_argument("--only", nargs="+", default=[*WAYS, *ZERO], metavar="WAY", help="some of: " + ", ".join((*WAYS, *ZERO)))
     arguments = parser.parse_args()
     rows = [row_of(way, world_size) for way in arguments.only for world_size in (2, 8)]
     columns = ["way", "ranks", "dry run, MiB", "tracker, MiB", "difference", "real peak, MiB"]
@@ -31,11 +38,25 @@ def main() -> None:
 
 def row_of(way: str, world_size: int) -> list[str]:
     """Peaks of the last step."""
-    seen, tracked, real = dry_run(way, world_size).graph.peak_live_bytes, tracked_bytes(way, world_size), "-"
-    if world_size == 2:
-        with tempfile.TemporaryDirectory() as folder:
-            real = f"{real_bytes(way, Path(folder))[0] / 2**20:.2f}"
+    real = "-"
+    if way in ZERO:
+        seen, tracked = peak_with_deepspeed(ZERO[way], world_size), toy_deepspeed.real_peak_bytes(ZERO[way], world_size)
+    else:
+        seen, tracked = dry_run(way, world_size).graph.peak_live_bytes, tracked_bytes(way, world_size)
+        if world_size == 2:
+            with tempfile.TemporaryDirectory() as folder:
+                real = f"{real_bytes(way, Path(folder))[0] / 2**20:.2f}"
     return [way, str(world_size), f"{seen / 2**20:.2f}", f"{tracked / 2**20:.2f}", f"{seen / tracked - 1:+.2%}", real]
+
+
+def peak_with_deepspeed(stage: int, world_size: int) -> int:
+    """Peak of a dry run, which has a process of its own."""
+    os.environ |= torchrun_variables(world_size)
+    runs = DryRuns(lambda _: toy_deepspeed.train(stage), resolve_device("h100"))
+    try:
+        return runs.capture(lambda *_: Answer("", None)).graph.peak_live_bytes
+    finally:
+        runs.close()
 
 
 if __name__ == "__main__":

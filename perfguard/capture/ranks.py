@@ -1,7 +1,7 @@
 """One rank of many: a dry run of distributed training is one of its processes, and the others are not there.
 
-Their place takes PyTorch's "fake" process group. It knows how many there are, and its collectives move nothing. So the real DDP
-and the real FSDP2 run on the stage, with their own buckets, shards and buffers.
+Their place takes PyTorch's "fake" process group. It knows how many there are, and its collectives move nothing. So the real
+DDP, FSDP2 and DeepSpeed run on the stage, with their own buckets, shards and buffers.
 
     init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
     an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; its time: `perfguard/collectives.py`
@@ -13,7 +13,6 @@ and the real FSDP2 run on the stage, with their own buckets, shards and buffers.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
 
@@ -93,7 +93,6 @@ class Ranks:
         def new_group(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
             from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
-            _refuse_deepspeed()
             if not self._world_size:
                 self._rank, self._world_size = rank, size
                 _let_wrappers_run_on_meta(replace, self._recorder, self._device_kind)
@@ -102,7 +101,7 @@ class Ranks:
         return new_group
 
     def options(self, models: Collection[nn.Module]) -> tuple[str, ...]:
-        """Return "ddp", "fsdp" or both, for how ``models`` are wrapped."""
+        """Return which of "ddp", "deepspeed" and "fsdp" there are, for how ``models`` are wrapped."""
         return tuple(sorted(_wrappers_in(models))) if self.are_many else ()
 
     def unmodelled(self, models: Collection[nn.Module]) -> Iterator[str]:
@@ -116,7 +115,7 @@ class Ranks:
         yield f"rank {self._rank} of {self._world_size}: {left} not counted"
         found = _wrappers_in(models)
         if not found:
-            yield "no model is wrapped in DDP or FSDP: each process holds all of it"
+            yield "no model is wrapped in DDP, FSDP or DeepSpeed: each process holds all of it"
         if len(found.get("fsdp", ())) == 1:
             yield "FSDP wraps the model as one part: a rank holds all parameters at once while it computes"
         if any(map(_offloads, found.get("fsdp", ()))):
@@ -129,6 +128,7 @@ def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Modu
     types: dict[str, Any] = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": FSDPModule}
     parts = [part for model in models for part in model.modules()]
     found = {name: [part for part in parts if isinstance(part, type_)] for name, type_ in types.items()}
+    found["deepspeed"] = engines_in(parts)
     return {name: wrapped for name, wrapped in found.items() if wrapped}
 
 
@@ -155,14 +155,6 @@ def _rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Ite
 
 def _running_the_first(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
     fn(0, *args)
-
-
-def _refuse_deepspeed() -> None:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == "deepspeed":
-            raise CaptureError("DeepSpeed cannot be dry-run: its engine keeps shards and buffers that only it knows.")
-        frame = frame.f_back
 
 
 def _refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
@@ -197,7 +189,7 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     replace(_fsdp_param.FSDPParam, "reset_sharded_param", _following_meta)
     replace(_fsdp_collectives, "_get_device_handle", lambda own: lambda kind: own(device_kind if kind == "meta" else kind))
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
-    replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: copy_in or own)
+    replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: _calling(copy_in, own) if copy_in else own)
     replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))
@@ -205,6 +197,16 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
         replace(getattr(style, name), "_apply", _refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
     older = "FullyShardedDataParallel (FSDP1) cannot be dry-run. Its successor can: torch.distributed.fsdp.fully_shard."
     replace(FullyShardedDataParallel, "__init__", _refusing(older))
+
+
+def _calling(function: Callable[..., Any], packet: Any) -> Callable[..., Any]:
+    """``function`` in the place of ``packet``, whose overloads the compiler lists."""
+
+    def called(*args: Any) -> Any:
+        return function(*args)
+
+    called.op_overloads = packet.op_overloads  # type: ignore[attr-defined]
+    return called
 
 
 def _without_devices(own: Callable[..., Any]) -> Callable[..., Any]:

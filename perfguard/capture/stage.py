@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
+from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.ranks import run_collective
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
@@ -216,6 +217,7 @@ class Placement(TorchFunctionMode):
         if type(func) is types.MethodWrapperType and func.__self__ is not _IS_CUDA:  # a property of a tensor, most of all calls
             return func(*args)
         kwargs = dict(kwargs or {})
+        is_shape_alone = kwargs.get("device") == "meta" and type(kwargs["device"]) is str  # the user's word, and not ours
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
@@ -244,6 +246,8 @@ class Placement(TorchFunctionMode):
             if self.in_forward if device is None else torch.device(device).type == "cpu":
                 kwargs["device"] = META
         out = func(*args, **kwargs)
+        if is_shape_alone and isinstance(out, torch.Tensor):
+            self._recorder.forget(out)
         if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
             with _disable_current_modes():
                 self._host.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
@@ -397,6 +401,7 @@ def _using_libraries(own: Any, replace: Replace, device: Device, generations: Ge
         generations.follow(replace)
         if device.kind == "cuda":
             trl_on_meta(replace)
+            deepspeed_on_meta(replace)
         own(self, *args, **kwargs)
 
     return __init__
@@ -546,7 +551,7 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
         "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "memory_stats": {}, "memory_summary": "",
         "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None,
         "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
-        "set_rng_state_all": None, "can_device_access_peer": False,
+        "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(),
     }  # fmt: skip
 
     def answering(answer: Any) -> Callable[[Any], Any]:
@@ -555,6 +560,8 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
     for name, answer in answers.items():
         replace(torch.cuda, name, answering(answer))
         replace(torch.cuda.random, name, answering(answer))
+    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
+        replace(torch.cuda.nvtx, name, answering(0))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     current = _Nothing()

@@ -24,6 +24,7 @@ import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from perfguard.capture.deepspeed_engine import HOST_OPTIMIZER
 from perfguard.capture.loaders import Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
@@ -127,6 +128,7 @@ class _Watch:
         self._channels_last = False
         self._compiled = False
         self._has_paged_states = False
+        self._steps_on_host = False
         self._parts: list[str] = []
         self._lives: list[Life] = []
         """What was recorded of each storage, and what loops that were cut short would hold besides."""
@@ -213,8 +215,9 @@ class _Watch:
         return self._numbers[optimizer]
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for state in optimizer.state.values():
-            for value in state.values():
+        for parameter, state in optimizer.state.items():
+            self._steps_on_host |= not parameter.is_meta
+            for value in state.values() if parameter.is_meta else ():
                 if isinstance(value, torch.Tensor) and value.dim() and not value.is_meta:
                     replace_by_meta(value)
         closure = kwargs.pop("closure", None) or next((item for item in args if callable(item)), None)
@@ -239,8 +242,12 @@ class _Watch:
         self._recorder.phase = None
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
+        state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]  # master weights
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
+        if self._goes_on():
+            self.marks[-1] = len(self._recorder.ops)
+            return
         number = self._number(optimizer)
         if number not in self._stepped:
             self._begin_stage()
@@ -262,6 +269,11 @@ class _Watch:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    def _goes_on(self) -> bool:
+        """Whether the optimizer steps again without a backward pass. DeepSpeed steps its groups of parameters one by one."""
+        last, ops = self.marks[-1] if self.marks else 0, self._recorder.ops
+        return any(op.phase is Phase.BACKWARD for op in ops[:last]) and all(op.phase is not Phase.BACKWARD for op in ops[last:])
 
     @property
     def _num_later_steps(self) -> int:
@@ -385,7 +397,7 @@ class _Watch:
             (StorageKind.BUFFER, [named for root in self._roots.values() for named in root.named_buffers()]),
         ):
             for name, whole in named:
-                for tensor in tensors_in(whole):
+                for tensor in tensors_in((whole, getattr(whole, "ds_tensor", None))):  # DeepSpeed's shard of a parameter
                     if tensor.is_meta:
                         found.setdefault(self._recorder.index_of(tensor), (kind, name))
         return found
@@ -423,6 +435,7 @@ class _Watch:
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
                 *((PAGED_STATES,) if self._has_paged_states else ()),
+                *((HOST_OPTIMIZER,) if self._steps_on_host else ()),
             ),
         )
 

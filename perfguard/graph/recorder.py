@@ -171,11 +171,11 @@ class Recorder(TorchDispatchMode):
             self._freed_after = None
 
     def forget(self, tensor: Any) -> None:
-        """Count no bytes for an adopted tensor that turned out not to exist."""
+        """Count no bytes for a tensor that turned out not to exist."""
         self._bury()
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             index = self._index_by_address.get(tensor.untyped_storage()._cdata)
-            if index is not None and self._lives[index].birth == -1:
+            if index is not None:
                 self._lives[index] = self._lives[index]._replace(num_bytes=0)
 
     def release(self, storage: torch.UntypedStorage) -> None:

@@ -42,7 +42,8 @@ def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def empty_twin(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on meta with the shape, strides and dtype of ``tensor``. `torch.empty_like` would run Python code there."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    own = torch.device("meta")  # the word itself is the user's: what a script makes on "meta" takes no memory
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=own)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -727,6 +727,25 @@ def test_batches_that_are_on_the_device_are_indexed_there() -> None:
     assert captured.graph.live_bytes_of(StorageKind.INPUT)[0] >= 1000 * 20 * 4
 
 
+def test_shapes_on_meta_take_no_memory_and_marks_for_a_profiler_cost_nothing() -> None:
+    def objective(*, marks: bool) -> None:
+        model = nn.Linear(20, 3).cuda()
+        shapes = [torch.empty(1000, 1000, device="meta")] if marks else []
+        optimizer = torch.optim.Adam(model.parameters())
+        for x, _ in images():
+            if marks:
+                torch.cuda.nvtx.range_push("a step")
+                shapes.append(torch.zeros_like(shapes[0], device="meta"))
+            model(x.flatten()[:20].cuda()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if marks:
+                torch.cuda.nvtx.range_pop()
+
+    plain, marked = (capture(lambda: objective(marks=marks), A100).graph for marks in (False, True))  # noqa: B023
+    assert marked.peak_live_bytes == plain.peak_live_bytes
+
+
 def test_batches_that_are_cut_by_hand_have_a_steady_step_however_slow() -> None:
     """Without a loader, the dry run once ended after its first step, where Adam has no states yet."""
 

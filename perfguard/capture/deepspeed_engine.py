@@ -1,0 +1,70 @@
+"""DeepSpeed in a dry run: its real engine runs on the stage, with its own partitions, buckets and gathered parameters.
+
+an accelerator       the guarded GPU's, also where DeepSpeed was imported on a machine without one
+a compiled kernel    is not compiled: that of an optimizer is one operator, that of an optimizer on the host is none
+MPI                  is not asked how many processes there are
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from perfguard.exceptions import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from perfguard.graph.libraries import Replace
+
+HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
+"""Entry in a graph's ``unmodelled``."""
+
+
+def deepspeed_on_meta(replace: Replace) -> None:
+    """Let DeepSpeed's engine run on meta as on a GPU, if it is imported. Call it again where it may be by now."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None or not hasattr(deepspeed, "DeepSpeedEngine"):
+        return
+    builder = deepspeed.ops.op_builder.builder.OpBuilder
+    if builder.load is _Kernels:
+        return
+    from deepspeed.accelerator import real_accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    if real_accelerator.get_accelerator().device_name() != "cuda":
+        replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
+    replace(builder, "load", lambda _: _Kernels)
+    replace(deepspeed.comm.comm, "mpi_discovery", lambda _: _asking_for_ranks)
+
+
+def engines_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of ``modules`` that are DeepSpeed's engines."""
+    deepspeed = sys.modules.get("deepspeed")
+    return [] if deepspeed is None else [part for part in modules if isinstance(part, deepspeed.DeepSpeedEngine)]
+
+
+class _Kernels:
+    """What DeepSpeed would compile and load."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return self._multi_tensor if name.startswith("multi_tensor") else lambda *_, **__: None
+
+    @staticmethod
+    def _multi_tensor(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any) -> None:
+        gradients, parameters, *states = lists
+        torch.ops.perfguard.fused_optimizer_(parameters, gradients, [*itertools.chain(*states)])
+
+
+def _asking_for_ranks(*_: Any, **__: Any) -> NoReturn:
+    raise CaptureError(
+        "DeepSpeed does not know how many processes there are: RANK and WORLD_SIZE are not set, as its launcher would. "
+        "State their number: perfguard dry-run --world-size 8 train.py."
+    )

@@ -1,0 +1,79 @@
+"""DeepSpeed's real engine in a dry run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from perfguard.capture import DryRuns
+from perfguard.capture.deepspeed_engine import HOST_OPTIMIZER
+from perfguard.capture.ranks import torchrun_variables
+from perfguard.devices import resolve_device
+from perfguard.exceptions import CaptureError
+from perfguard.graph import StorageKind
+from perfguard.workload import CapturedTrial
+from tests.perfguard.capture.toy_deepspeed import real_peak_bytes, train
+from tests.perfguard.capture.toy_ranks import language_model
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow  # it takes some seconds to import
+NUM_PARAMETERS = sum(parameter.numel() for parameter in language_model().parameters())
+
+
+def dry_run(run: Callable[[], None]) -> CapturedTrial:
+    runs = DryRuns(lambda _: run(), resolve_device("h100"))
+    try:
+        return runs.capture(lambda *_: pytest.fail("it has no parameters"))
+    finally:
+        runs.close()
+
+
+@pytest.fixture
+def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in torchrun_variables(2).items():
+        monkeypatch.setenv(name, value)
+
+
+def bytes_by_kind(captured: CapturedTrial) -> Counter[StorageKind]:
+    found: Counter[StorageKind] = Counter()
+    for storage in captured.graph.storages:
+        found[storage.kind] += storage.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_peak_is_that_of_real_tensors(stage: int, of_two: None) -> None:
+    graph = dry_run(lambda: train(stage)).graph
+    assert graph.peak_live_bytes == pytest.approx(real_peak_bytes(stage, 2), rel=0.001)
+    assert "deepspeed" in graph.options
+    assert {"allreduce_", "_allgather_base_"} & {op.name for op in graph.ops}
+
+
+@pytest.mark.parametrize("settings", [{"two_groups": True}, {"sub_group_size": 500_000}])
+def test_a_step_of_several_groups_is_one(settings: dict[str, Any], of_two: None) -> None:
+    captured = dry_run(lambda: train(3, **settings))
+    names = Counter(op.name for op in captured.graph.ops)
+    assert names["embedding"] == 1
+    assert names["_foreach_addcdiv_"] > 1
+
+
+def test_what_is_offloaded_is_not_on_the_gpu(of_two: None) -> None:
+    there = dry_run(lambda: train(2, own_optimizer=False))
+    offloaded = dry_run(lambda: train(2, own_optimizer=False, offload_optimizer={"device": "cpu"}))
+    shard = NUM_PARAMETERS / 2  # of which there are a master weight and two states, in float32
+    assert bytes_by_kind(there)[StorageKind.OPTIMIZER_STATE] == pytest.approx(12 * shard, rel=0.001)
+    assert bytes_by_kind(offloaded)[StorageKind.OPTIMIZER_STATE] < 1000
+    updates = [op for op in there.graph.ops if op.name == "fused_optimizer_"]
+    assert [op.bytes_written for op in updates] == [pytest.approx(12 * shard, rel=0.001)]
+    assert HOST_OPTIMIZER in offloaded.graph.unmodelled
+    assert HOST_OPTIMIZER not in there.graph.unmodelled
+
+
+def test_number_of_processes_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in torchrun_variables(2):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(CaptureError, match="State their number: perfguard dry-run --world-size 8"):
+        dry_run(lambda: train(1))
