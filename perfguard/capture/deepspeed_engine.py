@@ -1,8 +1,10 @@
 """DeepSpeed in a dry run: its real engine runs on the stage, with its own partitions, buckets and gathered parameters.
 
-an accelerator       the guarded GPU's, also where DeepSpeed was imported on a machine without one
-a compiled kernel    is not compiled: that of an optimizer is one operator, that of an optimizer on the host is none
-MPI                  is not asked how many processes there are
+What is replaced:
+
+    the accelerator      by the guarded GPU's, also where DeepSpeed was imported on a machine without one
+    a compiled kernel    by none: that of an optimizer is one operator, that of an optimizer on the host is not seen
+    MPI                  by an error: nobody asks it how many processes there are
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ if TYPE_CHECKING:
 
 HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
 """Entry in a graph's ``unmodelled``."""
+_UNKNOWN_RANKS = (
+    "DeepSpeed does not know how many processes there are: RANK and WORLD_SIZE are not set, as its launcher would. "
+    "State their number: perfguard dry-run --world-size 8 train.py."
+)
+_ON_CPU = "DeepSpeed on a CPU cannot be dry-run. Name a GPU, as in gpu='h100'."
 
 
-def deepspeed_on_meta(replace: Replace) -> None:
+def deepspeed_on_meta(replace: Replace, device_kind: str) -> None:
     """Let DeepSpeed's engine run on meta as on a GPU, if it is imported. Call it again where it may be by now."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None or not hasattr(deepspeed, "DeepSpeedEngine"):
@@ -40,7 +47,9 @@ def deepspeed_on_meta(replace: Replace) -> None:
     if real_accelerator.get_accelerator().device_name() != "cuda":
         replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
     replace(builder, "load", lambda _: _Kernels)
-    replace(deepspeed.comm.comm, "mpi_discovery", lambda _: _asking_for_ranks)
+    replace(deepspeed.comm.comm, "mpi_discovery", refusing(_UNKNOWN_RANKS))
+    if device_kind == "cpu":
+        replace(deepspeed.comm.comm, "TorchBackend", refusing(_ON_CPU))
 
 
 def engines_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -63,8 +72,10 @@ class _Kernels:
         torch.ops.perfguard.fused_optimizer_(parameters, gradients, [*itertools.chain(*states)])
 
 
-def _asking_for_ranks(*_: Any, **__: Any) -> NoReturn:
-    raise CaptureError(
-        "DeepSpeed does not know how many processes there are: RANK and WORLD_SIZE are not set, as its launcher would. "
-        "State their number: perfguard dry-run --world-size 8 train.py."
-    )
+def refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
+    """Make what can be put in the place of an attribute, and raises a CaptureError of these ``words`` where it is called."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(words)
+
+    return lambda _: refuse

@@ -16,13 +16,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from perfguard.capture.deepspeed_engine import engines_in
+from perfguard.capture.deepspeed_engine import engines_in, refusing
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
 
@@ -157,13 +157,6 @@ def _running_the_first(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: A
     fn(0, *args)
 
 
-def _refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise CaptureError(words)
-
-    return lambda _: refuse
-
-
 def _leave_the_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -194,9 +187,9 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))
     for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
-        replace(getattr(style, name), "_apply", _refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
+        replace(getattr(style, name), "_apply", refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
     older = "FullyShardedDataParallel (FSDP1) cannot be dry-run. Its successor can: torch.distributed.fsdp.fully_shard."
-    replace(FullyShardedDataParallel, "__init__", _refusing(older))
+    replace(FullyShardedDataParallel, "__init__", refusing(older))
 
 
 def _calling(function: Callable[..., Any], packet: Any) -> Callable[..., Any]:

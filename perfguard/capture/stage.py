@@ -399,9 +399,9 @@ def _using_libraries(own: Any, replace: Replace, device: Device, generations: Ge
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bitsandbytes_on_meta(replace)
         generations.follow(replace)
+        deepspeed_on_meta(replace, device.kind)
         if device.kind == "cuda":
             trl_on_meta(replace)
-            deepspeed_on_meta(replace)
         own(self, *args, **kwargs)
 
     return __init__

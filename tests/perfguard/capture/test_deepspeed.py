@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow  # it takes some seconds to import
 NUM_PARAMETERS = sum(parameter.numel() for parameter in language_model().parameters())
 
 
-def dry_run(run: Callable[[], None]) -> CapturedTrial:
-    runs = DryRuns(lambda _: run(), resolve_device("h100"))
+def dry_run(run: Callable[[], None], gpu: str = "h100") -> CapturedTrial:
+    runs = DryRuns(lambda _: run(), resolve_device(gpu))
     try:
         return runs.capture(lambda *_: pytest.fail("it has no parameters"))
     finally:
@@ -77,3 +77,8 @@ def test_number_of_processes_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(CaptureError, match="State their number: perfguard dry-run --world-size 8"):
         dry_run(lambda: train(1))
+
+
+def test_on_a_cpu_it_is_refused(of_two: None) -> None:
+    with pytest.raises(CaptureError, match=r"DeepSpeed on a CPU cannot be dry-run\. Name a GPU"):
+        dry_run(lambda: train(1), "cpu")
