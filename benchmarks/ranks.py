@@ -4,7 +4,8 @@
     python benchmarks/ranks.py --only DDP FSDP2
 
 The model is a transformer of 3.7 million parameters on the CPU. The tracker follows real tensors, with PyTorch's fake process
-group for the other ranks. Of the real processes, and of DeepSpeed (in bfloat16), what the CPU's allocator gives out is summed.
+group for the other ranks. It does not know FSDP1 and DeepSpeed (which is in bfloat16): in its place, and of the real processes,
+what the CPU's allocator gives out is summed.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from perfguard.capture import Answer, DryRuns
 from perfguard.capture.ranks import torchrun_variables
 from perfguard.devices import resolve_device
 from tests.perfguard.capture import toy_deepspeed
+from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_ranks import WAYS, dry_run, real_bytes, tracked_bytes
-
-ZERO = {f"DeepSpeed ZeRO {stage}": stage for stage in (1, 2, 3)}
 
 
 def main() -> None:
     """Train in each way and show the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", default=[*WAYS, *ZERO], metavar="WAY", help="some of: " + ", ".join((*WAYS, *ZERO)))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[*WAYS, *toy_deepspeed.ZERO],
+        metavar="WAY",
+        help="some of: " + ", ".join((*WAYS, *toy_deepspeed.ZERO)),
+    )
     arguments = parser.parse_args()
     rows = [row_of(way, world_size) for way in arguments.only for world_size in (2, 8)]
     columns = ["way", "ranks", "dry run, MiB", "tracker, MiB", "difference", "real peak, MiB"]
@@ -38,14 +44,15 @@ def main() -> None:
 
 def row_of(way: str, world_size: int) -> list[str]:
     """Peaks of the last step."""
-    real = "-"
-    if way in ZERO:
-        seen, tracked = peak_with_deepspeed(ZERO[way], world_size), toy_deepspeed.real_peak_bytes(ZERO[way], world_size)
+    if way in toy_deepspeed.ZERO:
+        seen, real = peak_with_deepspeed(toy_deepspeed.ZERO[way], world_size), "-"
     else:
-        seen, tracked = dry_run(way, world_size).graph.peak_live_bytes, tracked_bytes(way, world_size)
+        seen, real = dry_run(way, world_size).graph.peak_live_bytes, "-"
         if world_size == 2:
             with tempfile.TemporaryDirectory() as folder:
                 real = f"{real_bytes(way, Path(folder))[0] / 2**20:.2f}"
+    knows = way.startswith(("DDP", "FSDP2"))
+    tracked = tracked_bytes(way, world_size) if knows else allocated_bytes(way, world_size)
     return [way, str(world_size), f"{seen / 2**20:.2f}", f"{tracked / 2**20:.2f}", f"{seen / tracked - 1:+.2%}", real]
 
 

@@ -1,17 +1,18 @@
 """One rank of many: a dry run of distributed training is one of its processes, and the others are not there.
 
 Their place takes PyTorch's "fake" process group. It knows how many there are, and its collectives move nothing. So the real
-DDP, FSDP2 and DeepSpeed run on the stage, with their own buckets, shards and buffers.
+DDP, FSDP and DeepSpeed run on the stage, with their own buckets, shards and buffers.
 
     init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
     an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; its time: `perfguard/collectives.py`
-    a stream of FSDP               an attribute of its operators, which run beside the computation
+    a stream of FSDP2              an attribute of its operators, which run beside the computation
     a storage that FSDP empties    dies there, and is born again where it is filled
     what compares the ranks        finds them alike
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -123,9 +124,9 @@ class Ranks:
 
 
 def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Module]]:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    types: dict[str, Any] = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": FSDPModule}
+    types: dict[str, Any] = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": (FSDPModule, FullyShardedDataParallel)}
     parts = [part for model in models for part in model.modules()]
     found = {name: [part for part in parts if isinstance(part, type_)] for name, type_ in types.items()}
     found["deepspeed"] = engines_in(parts)
@@ -165,7 +166,7 @@ def _leave_the_group() -> None:
 
 
 def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils, _init_utils
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
     from torch.distributed.tensor.parallel import style
     from torch.nn.parallel import distributed as ddp
@@ -184,12 +185,14 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
     replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: _calling(copy_in, own) if copy_in else own)
     replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
+    replace(FullyShardedDataParallel, "__init__", _refusing_offload)
+    replace(_init_utils, "_need_to_materialize_module", lambda _: lambda *_: (False, False))
+    replace(_init_utils, "_get_compute_device", lambda _: lambda *_: torch.device("meta"))
+    replace(_common_utils._FSDPDeviceHandle, "from_device", lambda own: _of_the_guarded(own, torch.device(device_kind)))
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))
     for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
         replace(getattr(style, name), "_apply", refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
-    older = "FullyShardedDataParallel (FSDP1) cannot be dry-run. Its successor can: torch.distributed.fsdp.fully_shard."
-    replace(FullyShardedDataParallel, "__init__", refusing(older))
 
 
 def _calling(function: Callable[..., Any], packet: Any) -> Callable[..., Any]:
@@ -209,6 +212,21 @@ def _without_devices(own: Callable[..., Any]) -> Callable[..., Any]:
         own(self, module, None, None, *args, **kw)
 
     return __init__
+
+
+def _refusing_offload(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        offload = kwargs.get("cpu_offload", args[3] if len(args) > 3 else None)
+        if offload is not None and offload.offload_params:
+            raise CaptureError("FSDP1's offload to the host cannot be dry-run. That of its successor fully_shard can.")
+        own(self, *args, **kwargs)
+
+    return __init__
+
+
+def _of_the_guarded(own: Any, device: torch.device) -> Any:
+    return classmethod(lambda cls, of: own.__func__(cls, device if of.type == "meta" else of))
 
 
 def _following_meta(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,6 +260,8 @@ def _on_stream(own: Callable[..., Any], stream: Any, recorder: Recorder) -> Any:
 
 
 def _offloads(part: Any) -> bool:
+    if not hasattr(part, "_get_fsdp_state"):  # FSDP1
+        return False
     state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, in older versions
     return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups if group is not None)

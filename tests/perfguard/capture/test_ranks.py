@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,13 +28,24 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
 from perfguard.graph import StorageKind
 from perfguard.workload import CapturedTrial
-from tests.perfguard.capture.toy_ranks import WAYS, dry_run, language_model, real_bytes, sharded, tracked_bytes, train
+from tests.perfguard.capture.toy_allocated import allocated_bytes
+from tests.perfguard.capture.toy_ranks import (
+    WAYS,
+    dry_run,
+    language_model,
+    real_bytes,
+    sharded,
+    sharded_as_of_old,
+    tracked_bytes,
+    train,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # this build has no NCCL, and PyTorch says so
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch.distributed.optim, as it is imported
 ]
 A100 = resolve_device("a100")
+OF_OLD = ("FSDP1", "FSDP1, bf16")  # which PyTorch's tracker does not know
 COLLECTIVES = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"}
 PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().parameters())
 
@@ -88,9 +99,17 @@ def test_peak_of_a_rank_is_that_of_pytorchs_tracker(way: str, world_size: int) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 8])
-@pytest.mark.parametrize("way", sorted(set(WAYS) - {"DDP", "FSDP2"}))
+@pytest.mark.parametrize("way", sorted(set(WAYS) - {"DDP", "FSDP2", *OF_OLD}))
 def test_peak_in_other_ways_is_that_of_pytorchs_tracker(way: str, world_size: int) -> None:
     assert dry_run(way, world_size).graph.peak_live_bytes == pytest.approx(tracked_bytes(way, world_size), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", OF_OLD)
+def test_peak_with_fsdp1_is_that_of_the_allocator(way: str) -> None:
+    captured = dry_run(way, 4, gpu="a100")
+    assert captured.graph.peak_live_bytes == pytest.approx(allocated_bytes(way, 4), rel=0.001)
+    assert "fsdp" in captured.graph.options
 
 
 @pytest.mark.slow
@@ -353,8 +372,8 @@ def test_ways_that_are_not_modelled_are_refused_by_name() -> None:
 
     with pytest.raises(CaptureError, match="Tensor parallelism cannot be dry-run"):
         capture(objective(tensor_parallel), A100)
-    with pytest.raises(CaptureError, match=r"\(FSDP1\) cannot be dry-run\. Its successor can"):
-        capture(objective(lambda: FullyShardedDataParallel(language_model().cuda())), A100)
+    with pytest.raises(CaptureError, match="FSDP1's offload to the host cannot be dry-run"):
+        capture(objective(lambda: sharded_as_of_old(language_model(), "cuda", cpu_offload=CPUOffload(offload_params=True))), A100)
 
 
 # --- The command ----------------------------------------------------------------------------------------------------------------

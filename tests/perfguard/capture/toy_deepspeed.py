@@ -5,19 +5,15 @@ DS_ACCELERATOR=cpu python -m tests.perfguard.capture.toy_deepspeed 3 8     # ZeR
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from perfguard.capture.ranks import torchrun_variables
 from tests.perfguard.capture.toy_ranks import STEPS, VOCABULARY, language_model
+
+ZERO = {f"DeepSpeed ZeRO {stage}": stage for stage in (1, 2, 3)}
 
 
 def train(
@@ -50,37 +46,3 @@ def train(
         begins()
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten()))
         engine.step()
-
-
-def real_peak_bytes(stage: int, world_size: int) -> int:
-    """The peak of a rank in a step, by the CPU's allocator, in a process of its own."""
-    command = [sys.executable, "-m", __spec__.name, str(stage), str(world_size)]
-    variables = os.environ | torchrun_variables(world_size) | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
-
-
-def main() -> None:
-    """Train, and print the peak of the last step."""
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401
-
-    stage, world_size = map(int, sys.argv[1:])
-    dist.init_process_group("fake", rank=0, world_size=world_size)
-
-    def begins() -> None:
-        gc.collect()
-        with torch.profiler.record_function("a step begins"):
-            pass
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        train(stage, begins=begins)
-    live = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        live += event.nbytes() if event.name() == "[memory]" else 0
-        peak = live if event.name() == "a step begins" else max(peak, live)
-    print(peak)
-
-
-if __name__ == "__main__":
-    main()

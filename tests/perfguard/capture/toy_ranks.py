@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +64,14 @@ def sharded(model: nn.Module, device: str, **options: Any) -> nn.Module:
     return model
 
 
+def sharded_as_of_old(model: nn.Module, device: str, **options: Any) -> nn.Module:
+    """Shard each block, and the rest, by FSDP1."""
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place, **options)
+
+
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_HALF_OF_OLD = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[str], nn.Module]] = {
     "DDP": lambda device: DistributedDataParallel(language_model().to(device)),
     "DDP, gradients as views": lambda device: DistributedDataParallel(language_model().to(device), gradient_as_bucket_view=True),
@@ -71,6 +79,8 @@ WAYS: dict[str, Callable[[str], nn.Module]] = {
     "FSDP2": lambda device: sharded(language_model().to(device), device),
     "FSDP2, not resharded": lambda device: sharded(language_model().to(device), device, reshard_after_forward=False),
     "FSDP2, bf16": lambda device: sharded(language_model().to(device), device, mp_policy=_HALF),
+    "FSDP1": lambda device: sharded_as_of_old(language_model(), device),
+    "FSDP1, bf16": lambda device: sharded_as_of_old(language_model(), device, mixed_precision=_HALF_OF_OLD),
     "FSDP2, checkpointing": lambda device: sharded(language_model(checkpoints=True).to(device), device),
 }
 """How the model is made on a device and wrapped, by name."""

@@ -1,0 +1,59 @@
+"""What the CPU's allocator gives out in a step of one real rank. The other ranks are PyTorch's fake ones.
+
+python -m tests.perfguard.capture.toy_allocated "FSDP1" 8       # the peak in bytes
+DS_ACCELERATOR=cpu python -m tests.perfguard.capture.toy_allocated "DeepSpeed ZeRO 3" 8
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perfguard.capture.ranks import torchrun_variables
+from tests.perfguard.capture import toy_deepspeed
+from tests.perfguard.capture.toy_ranks import WAYS, train
+
+
+def allocated_bytes(way: str, world_size: int) -> int:
+    """The peak of a step, in a process of its own."""
+    command = [sys.executable, "-m", __spec__.name, way, str(world_size)]
+    # With LOCAL_SIZE of all ranks, DeepSpeed compiles a way through shared memory, and waits for the others.
+    variables = os.environ | torchrun_variables(world_size) | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def main() -> None:
+    """Train, and print the peak of the last step."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    way, world_size = sys.argv[1], int(sys.argv[2])
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+
+    def begins(*_: Any) -> Any:
+        gc.collect()
+        with torch.profiler.record_function("a step begins"):
+            return nullcontext()
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        if way in toy_deepspeed.ZERO:
+            toy_deepspeed.train(toy_deepspeed.ZERO[way], begins=begins)
+        else:
+            train(WAYS[way]("cpu"), "cpu", make_optimizer=lambda of: torch.optim.AdamW(of, foreach=True), around=begins)
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        live += event.nbytes() if event.name() == "[memory]" else 0
+        peak = live if event.name() == "a step begins" else max(peak, live)
+    print(peak)
+
+
+if __name__ == "__main__":
+    main()
