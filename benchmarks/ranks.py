@@ -4,8 +4,8 @@
     python benchmarks/ranks.py --only DDP FSDP2
 
 The model is a transformer of 3.7 million parameters on the CPU. The tracker follows real tensors, with PyTorch's fake process
-group for the other ranks. It does not know FSDP1 and DeepSpeed (which is in bfloat16): in its place, and of the real processes,
-what the CPU's allocator gives out is summed.
+group for the other ranks. It does not know FSDP1, tensor parallelism and DeepSpeed (in bfloat16): in its place is what the CPU's
+allocator gives out, which is summed for the real processes, too.
 """
 
 from __future__ import annotations

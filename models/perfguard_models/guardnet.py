@@ -397,7 +397,7 @@ def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPredic
 
 def _with_nccl(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
     """Add what NCCL holds beside the allocator. An evaluation under DDP has no collective, and NCCL is there all the same."""
-    if device.kind == "cpu" or not {"ddp", "deepspeed", "fsdp"}.intersection(graph.options):
+    if device.kind == "cpu" or not {"ddp", "deepspeed", "fsdp", "tp"}.intersection(graph.options):
         return raw
     memory = raw.of["memory"]
     alone_bytes = math.exp(memory.log_value)

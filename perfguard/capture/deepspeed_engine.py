@@ -47,9 +47,9 @@ def deepspeed_on_meta(replace: Replace, device_kind: str) -> None:
     if real_accelerator.get_accelerator().device_name() != "cuda":
         replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
     replace(builder, "load", lambda _: _Kernels)
-    replace(deepspeed.comm.comm, "mpi_discovery", refusing(_UNKNOWN_RANKS))
+    replace(deepspeed.comm.comm, "mpi_discovery", _refusing(_UNKNOWN_RANKS))
     if device_kind == "cpu":
-        replace(deepspeed.comm.comm, "TorchBackend", refusing(_ON_CPU))
+        replace(deepspeed.comm.comm, "TorchBackend", _refusing(_ON_CPU))
 
 
 def engines_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -72,7 +72,7 @@ class _Kernels:
         torch.ops.perfguard.fused_optimizer_(parameters, gradients, [*itertools.chain(*states)])
 
 
-def refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
+def _refusing(words: str) -> Callable[[Any], Callable[..., NoReturn]]:
     """Make what can be put in the place of an attribute, and raises a CaptureError of these ``words`` where it is called."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

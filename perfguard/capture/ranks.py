@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from perfguard.capture.deepspeed_engine import engines_in, refusing
+from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
 
@@ -102,7 +102,7 @@ class Ranks:
         return new_group
 
     def options(self, models: Collection[nn.Module]) -> tuple[str, ...]:
-        """Return which of "ddp", "deepspeed" and "fsdp" there are, for how ``models`` are wrapped."""
+        """Return which of "ddp", "deepspeed", "fsdp" and "tp" there are, for how ``models`` are wrapped."""
         return tuple(sorted(_wrappers_in(models))) if self.are_many else ()
 
     def unmodelled(self, models: Collection[nn.Module]) -> Iterator[str]:
@@ -116,7 +116,7 @@ class Ranks:
         yield f"rank {self._rank} of {self._world_size}: {left} not counted"
         found = _wrappers_in(models)
         if not found:
-            yield "no model is wrapped in DDP, FSDP or DeepSpeed: each process holds all of it"
+            yield "no model is wrapped or sharded: each process holds all of it"
         if len(found.get("fsdp", ())) == 1:
             yield "FSDP wraps the model as one part: a rank holds all parameters at once while it computes"
         if any(map(_offloads, found.get("fsdp", ()))):
@@ -125,11 +125,14 @@ class Ranks:
 
 def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Module]]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
     types: dict[str, Any] = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": (FSDPModule, FullyShardedDataParallel)}
     parts = [part for model in models for part in model.modules()]
     found = {name: [part for part in parts if isinstance(part, type_)] for name, type_ in types.items()}
     found["deepspeed"] = engines_in(parts)
+    if not found["fsdp"]:
+        found["tp"] = [part for part in parts if any(isinstance(p, DTensor) for p in part.parameters(recurse=False))]
     return {name: wrapped for name, wrapped in found.items() if wrapped}
 
 
@@ -168,7 +171,6 @@ def _leave_the_group() -> None:
 def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils, _init_utils
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
-    from torch.distributed.tensor.parallel import style
     from torch.nn.parallel import distributed as ddp
 
     def nothing(_: Any) -> Callable[..., None]:
@@ -191,8 +193,6 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     replace(_common_utils._FSDPDeviceHandle, "from_device", lambda own: _of_the_guarded(own, torch.device(device_kind)))
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))
-    for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
-        replace(getattr(style, name), "_apply", refusing("Tensor parallelism cannot be dry-run. DDP and FSDP2 can."))
 
 
 def _calling(function: Callable[..., Any], packet: Any) -> Callable[..., Any]:
@@ -267,8 +267,15 @@ def _offloads(part: Any) -> bool:
     return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups if group is not None)
 
 
+@functools.cache
+def is_collective(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator is a collective of c10d, or a functional one, which DTensor runs."""
+    named = {argument.name for argument in func._schema.arguments}
+    return func.namespace == "c10d" or (func.namespace == "_c10d_functional" and "group_name" in named)
+
+
 def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of c10d. DDP's reducer asks its work for the tensors, which a fake work does not have."""
+    """Run a collective. DDP's reducer asks its work for the tensors, which a fake work does not have."""
     with recorder.with_attributes(ranks=_ranks_in(args)):
         out = func(*args, **kwargs)
     if func is torch.ops.c10d.allreduce_.default:
@@ -284,8 +291,11 @@ def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
 
 def _ranks_in(args: tuple[Any, ...]) -> tuple[int, int]:
     """How many ranks are in the group of a collective with ``args``, and how many of them share a node, at the most."""
-    objects = (item for item in args if isinstance(item, torch.ScriptObject))
-    group = next(item for item in objects if item._type().qualified_name().endswith("ProcessGroup"))
-    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+    objects = [item for item in args if isinstance(item, torch.ScriptObject)]
+    boxed = [item for item in objects if item._type().qualified_name().endswith("ProcessGroup")]
+    group: Any = dist.ProcessGroup.unbox(boxed[0]) if boxed else args[-1]
+    if type(group) is str:  # of a functional collective
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    ranks = dist.get_process_group_ranks(group)
     in_node = max(int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE)), 1)
     return len(ranks), max(Counter(rank // in_node for rank in ranks).values())

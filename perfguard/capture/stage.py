@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
-from perfguard.capture.ranks import run_collective
+from perfguard.capture.ranks import is_collective, run_collective
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, bitsandbytes_on_meta, replacing, trl_on_meta
@@ -122,7 +122,7 @@ class HostTensors(TorchDispatchMode):
                 return self._copied(args[0], kwargs)
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
-        if func.namespace == "c10d":
+        if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()

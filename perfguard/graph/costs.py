@@ -84,7 +84,7 @@ _KIND_BY_FRAGMENT = (
 )
 # Operators that allocate without launching a kernel, or that only look at metadata.
 _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh",
-                   "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_"})  # fmt: skip
+                   "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_", "_wrap_tensor_autograd"})  # fmt: skip
 _MAX_FFT_SIZE = 256
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
 """Index of the left factor of a matrix product in the arguments. The right factor follows it."""

@@ -56,8 +56,8 @@ class OpGraph:
     precision: str
     layout: str
     options: tuple[str, ...] = field(default=())
-    """Other switches: "compiled", "cudnn_benchmark", "ddp", "deepspeed", "fsdp", "ema"; "tf32" everywhere in fp32, "no-tf32"
-    nowhere. Of one operator out of a table: "operator" if the host's launch is timed too, "kernel" if not."""
+    """Other switches: "compiled", "cudnn_benchmark", "ddp", "deepspeed", "fsdp", "tp", "ema"; "tf32" everywhere in fp32,
+    "no-tf32" nowhere. Of one operator out of a table: "operator" if the host's launch is timed too, "kernel" if not."""
     unmodelled: tuple[str, ...] = field(default=())
     """Parts that the trace does not account for, in words. It names every such part."""
 

@@ -62,6 +62,8 @@ def operator_of(func: torch._ops.OpOverload) -> _Operator:
     kind = kind_of(name)
     if func.namespace == "c10d":  # their schemas do not say that they write to their first argument
         writes, kind = ((0, func._schema.arguments[0].name),), "copy"
+    if func.namespace == "_c10d_functional":
+        kind = "copy"
     return _Operator(name, kind, func.is_view, launches_kernel(name), writes)
 
 

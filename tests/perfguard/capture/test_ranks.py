@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.capture import DryRuns
@@ -45,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch.distributed.optim, as it is imported
 ]
 A100 = resolve_device("a100")
-OF_OLD = ("FSDP1", "FSDP1, bf16")  # which PyTorch's tracker does not know
+UNTRACKED = ("FSDP1", "FSDP1, bf16", "tensor parallelism")  # PyTorch's tracker does not know them
 COLLECTIVES = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"}
 PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().parameters())
 
@@ -99,17 +98,18 @@ def test_peak_of_a_rank_is_that_of_pytorchs_tracker(way: str, world_size: int) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 8])
-@pytest.mark.parametrize("way", sorted(set(WAYS) - {"DDP", "FSDP2", *OF_OLD}))
+@pytest.mark.parametrize("way", sorted(set(WAYS) - {"DDP", "FSDP2", *UNTRACKED}))
 def test_peak_in_other_ways_is_that_of_pytorchs_tracker(way: str, world_size: int) -> None:
     assert dry_run(way, world_size).graph.peak_live_bytes == pytest.approx(tracked_bytes(way, world_size), rel=0.01)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", OF_OLD)
-def test_peak_with_fsdp1_is_that_of_the_allocator(way: str) -> None:
+@pytest.mark.parametrize("way", UNTRACKED)
+def test_peak_in_ways_without_a_tracker_is_that_of_the_allocator(way: str) -> None:
     captured = dry_run(way, 4, gpu="a100")
     assert captured.graph.peak_live_bytes == pytest.approx(allocated_bytes(way, 4), rel=0.001)
-    assert "fsdp" in captured.graph.options
+    assert {"fsdp", "tp"} & {*captured.graph.options}
+    assert all(op.attributes["ranks"] == (4, 4) for op in captured.graph.ops if "reduce_" in op.name)
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ def test_what_is_not_wrapped_or_wrapped_as_one_or_offloaded_is_said() -> None:
         fully_shard(model)
         return model
 
-    assert "no model is wrapped in DDP, FSDP or DeepSpeed: each" in said_of(lambda: language_model().cuda())
+    assert "no model is wrapped or sharded: each" in said_of(lambda: language_model().cuda())
     assert "FSDP wraps the model as one part" in said_of(as_one)
     policy = CPUOffloadPolicy(pin_memory=False)
     assert "is counted on the device" in said_of(lambda: sharded(language_model().cuda(), "cuda", offload_policy=policy))
@@ -365,13 +365,7 @@ def test_model_that_is_sharded_already_is_an_error(group_of_before: None) -> Non
         in_a_child(lambda: train(model, "cpu"), "cpu")
 
 
-def test_ways_that_are_not_modelled_are_refused_by_name() -> None:
-    def tensor_parallel() -> nn.Module:
-        mesh = init_device_mesh("cuda", (4,))
-        return parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh, {"0": ColwiseParallel()})
-
-    with pytest.raises(CaptureError, match="Tensor parallelism cannot be dry-run"):
-        capture(objective(tensor_parallel), A100)
+def test_offload_of_fsdp1_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match="FSDP1's offload to the host cannot be dry-run"):
         capture(objective(lambda: sharded_as_of_old(language_model(), "cuda", cpu_offload=CPUOffload(offload_params=True))), A100)
 

@@ -6,6 +6,7 @@ DS_ACCELERATOR=cpu python -m tests.perfguard.capture.toy_allocated "DeepSpeed Ze
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from perfguard.capture.ranks import torchrun_variables
 from tests.perfguard.capture import toy_deepspeed
-from tests.perfguard.capture.toy_ranks import WAYS, train
+from tests.perfguard.capture.toy_ranks import OPTIMIZERS, WAYS, train
 
 
 def allocated_bytes(way: str, world_size: int) -> int:
@@ -47,7 +48,8 @@ def main() -> None:
         if way in toy_deepspeed.ZERO:
             toy_deepspeed.train(toy_deepspeed.ZERO[way], begins=begins)
         else:
-            train(WAYS[way]("cpu"), "cpu", make_optimizer=lambda of: torch.optim.AdamW(of, foreach=True), around=begins)
+            as_on_a_gpu = functools.partial(torch.optim.AdamW, foreach=True)
+            train(WAYS[way]("cpu"), "cpu", make_optimizer=OPTIMIZERS.get(way, as_on_a_gpu), around=begins)
     live = peak = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         live += event.nbytes() if event.name() == "[memory]" else 0

@@ -17,6 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +71,14 @@ def sharded_as_of_old(model: nn.Module, device: str, **options: Any) -> nn.Modul
     return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place, **options)
 
 
+def tensor_parallel(model: nn.Module, device: str) -> nn.Module:
+    """Split the perceptron of each block."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for block in (part for part in model.modules() if isinstance(part, Block)):
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _HALF_OF_OLD = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[str], nn.Module]] = {
@@ -81,6 +90,7 @@ WAYS: dict[str, Callable[[str], nn.Module]] = {
     "FSDP2, bf16": lambda device: sharded(language_model().to(device), device, mp_policy=_HALF),
     "FSDP1": lambda device: sharded_as_of_old(language_model(), device),
     "FSDP1, bf16": lambda device: sharded_as_of_old(language_model(), device, mixed_precision=_HALF_OF_OLD),
+    "tensor parallelism": lambda device: tensor_parallel(language_model().to(device), device),
     "FSDP2, checkpointing": lambda device: sharded(language_model(checkpoints=True).to(device), device),
 }
 """How the model is made on a device and wrapped, by name."""
@@ -92,7 +102,10 @@ def _zero(parameters: Any) -> Any:
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"DDP, ZeroRedundancyOptimizer": _zero}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "DDP, ZeroRedundancyOptimizer": _zero,
+    "tensor parallelism": lambda of: torch.optim.AdamW(of, foreach=False),  # a group has sharded parameters and whole ones
+}
 """Of the others it is AdamW."""
 
 
