@@ -80,8 +80,7 @@ class Ranks:
             replace(module, "init_process_group", _without_a_device)
         replace(torch.multiprocessing, "spawn", lambda _: _running_the_first)
         if self._device_kind == "cuda":
-            number = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            replace(torch.cuda, "device_count", lambda _: lambda: number)
+            replace(torch.cuda, "device_count", lambda _: lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             replace(torch._C, "_get_accelerator", lambda _: lambda: torch.device("cuda"))
         if not dist.is_initialized():
             stack.callback(_leave_the_group)

@@ -378,6 +378,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 dist.init_process_group("nccl")
 rank = int(os.environ["LOCAL_RANK"])
+assert torch.cuda.device_count() == int(os.environ["LOCAL_WORLD_SIZE"])
 torch.cuda.set_device(rank)
 model = fully_shard(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).to(f"cuda:{rank}"))
 optimizer = torch.optim.AdamW(model.parameters())
