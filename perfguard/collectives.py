@@ -198,5 +198,5 @@ def makespan_s(ops: Sequence[Op], op_time_s: _Floats, on_link_s: _Floats) -> flo
 
 
 def _buffer_bytes(ops: Sequence[Op]) -> list[int]:
-    """The larger buffer of each collective. An operator reads both, and writes one."""
-    return [max(op.bytes_written, op.bytes_read - op.bytes_written) for op in ops]
+    """The larger buffer of each collective. One in place (its name ends with a line) reads both, and writes one of them."""
+    return [max(op.bytes_written, op.bytes_read - op.bytes_written * op.name.endswith("_")) for op in ops]

@@ -9,6 +9,8 @@ What is replaced:
 
 from __future__ import annotations
 
+import builtins
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 
     from perfguard.graph.libraries import Replace
 
-HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
-"""Entry in a graph's ``unmodelled``."""
 _UNKNOWN_RANKS = (
     "DeepSpeed does not know how many processes there are: RANK and WORLD_SIZE are not set, as its launcher would. "
     "State their number: perfguard dry-run --world-size 8 train.py."
@@ -34,27 +34,44 @@ _ON_CPU = "DeepSpeed on a CPU cannot be dry-run. Name a GPU, as in gpu='h100'."
 
 
 def deepspeed_on_meta(replace: Replace, device_kind: str) -> None:
-    """Let DeepSpeed's engine run on meta as on a GPU, if it is imported. Call it again where it may be by now."""
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is None or not hasattr(deepspeed, "DeepSpeedEngine"):
-        return
-    builder = deepspeed.ops.op_builder.builder.OpBuilder
-    if builder.load is _Kernels:
-        return
-    from deepspeed.accelerator import real_accelerator
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    """Let DeepSpeed run on meta as on a GPU, as soon as it is imported."""
 
-    if real_accelerator.get_accelerator().device_name() != "cuda":
-        replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
-    replace(builder, "load", lambda _: _Kernels)
-    replace(deepspeed.comm.comm, "mpi_discovery", _refusing(_UNKNOWN_RANKS))
-    if device_kind == "cpu":
-        replace(deepspeed.comm.comm, "TorchBackend", _refusing(_ON_CPU))
+    def prepare() -> None:
+        deepspeed = _deepspeed()
+        if deepspeed is None or deepspeed.ops.op_builder.builder.OpBuilder.load is _Kernels:
+            return
+        from deepspeed.accelerator import real_accelerator
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        if real_accelerator.get_accelerator().device_name() != "cuda":
+            replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
+        replace(deepspeed.ops.op_builder.builder.OpBuilder, "load", lambda _: _Kernels)
+        replace(deepspeed.comm.comm, "mpi_discovery", _refusing(_UNKNOWN_RANKS))
+        if device_kind == "cpu":
+            replace(deepspeed.comm.comm, "TorchBackend", _refusing(_ON_CPU))
+
+    def importing(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def __import__(*args: Any, **kwargs: Any) -> Any:
+            found = own(*args, **kwargs)
+            prepare()
+            return found
+
+        return __import__
+
+    prepare()
+    replace(builtins, "__import__", importing)
+
+
+def _deepspeed() -> Any:
+    """The package, if it is imported to its end."""
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed if hasattr(deepspeed, "DeepSpeedEngine") and hasattr(deepspeed, "initialize") else None
 
 
 def engines_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of ``modules`` that are DeepSpeed's engines."""
-    deepspeed = sys.modules.get("deepspeed")
+    deepspeed = _deepspeed()
     return [] if deepspeed is None else [part for part in modules if isinstance(part, deepspeed.DeepSpeedEngine)]
 
 
@@ -64,7 +81,10 @@ class _Kernels:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return self._multi_tensor if name.startswith("multi_tensor") else lambda *_, **__: None
+        if name in ("multi_tensor_adam", "multi_tensor_lion"):
+            return self._multi_tensor
+        of_host = name.startswith(("create_", "destroy_")) or name.endswith(("_update", "_rollback"))
+        return (lambda *_, **__: None) if of_host else _refusing(f"DeepSpeed's kernel {name} cannot be dry-run.")(None)
 
     @staticmethod
     def _multi_tensor(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any) -> None:

@@ -5,7 +5,7 @@ DDP, FSDP and DeepSpeed run on the stage, with their own buckets, shards and buf
 
     init_process_group("nccl")     makes a fake group, of the size that its arguments or torchrun's variables say
     an all-reduce, an all-gather   an operator of the step that reads and writes its buffers; its time: `perfguard/collectives.py`
-    a stream of FSDP2              an attribute of its operators, which run beside the computation
+    a stream of FSDP               an attribute of its operators, which run beside the computation
     a storage that FSDP empties    dies there, and is born again where it is filled
     what compares the ranks        finds them alike
 """
@@ -16,7 +16,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,7 +168,7 @@ def _leave_the_group() -> None:
 
 
 def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils, _init_utils
+    from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils, _flat_param, _init_utils
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
     from torch.nn.parallel import distributed as ddp
 
@@ -186,7 +186,8 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
     replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: _calling(copy_in, own) if copy_in else own)
     replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
-    replace(FullyShardedDataParallel, "__init__", _refusing_offload)
+    replace(FullyShardedDataParallel, "__init__", _refusing_fsdp1_offload)
+    replace(_flat_param.FlatParamHandle, "to_cpu", lambda _: lambda handle: nullcontext())  # gathered weights have no values
     replace(_init_utils, "_need_to_materialize_module", lambda _: lambda *_: (False, False))
     replace(_init_utils, "_get_compute_device", lambda _: lambda *_: torch.device("meta"))
     replace(_common_utils._FSDPDeviceHandle, "from_device", lambda own: _of_the_guarded(own, torch.device(device_kind)))
@@ -213,7 +214,7 @@ def _without_devices(own: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def _refusing_offload(own: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_fsdp1_offload(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         offload = kwargs.get("cpu_offload", args[3] if len(args) > 3 else None)

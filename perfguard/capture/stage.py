@@ -217,7 +217,7 @@ class Placement(TorchFunctionMode):
         if type(func) is types.MethodWrapperType and func.__self__ is not _IS_CUDA:  # a property of a tensor, most of all calls
             return func(*args)
         kwargs = dict(kwargs or {})
-        is_shape_alone = kwargs.get("device") == "meta" and type(kwargs["device"]) is str  # the user's word, and not ours
+        names_meta = kwargs.get("device") == "meta" and type(kwargs["device"]) is str  # the user's word; ours are devices
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
@@ -246,7 +246,7 @@ class Placement(TorchFunctionMode):
             if self.in_forward if device is None else torch.device(device).type == "cpu":
                 kwargs["device"] = META
         out = func(*args, **kwargs)
-        if is_shape_alone and isinstance(out, torch.Tensor):
+        if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
         if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
             with _disable_current_modes():
@@ -343,6 +343,7 @@ def staged(
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
             _pretend_cuda(replace, device)
+        deepspeed_on_meta(replace, device.kind)
         yield
 
 
@@ -399,7 +400,6 @@ def _using_libraries(own: Any, replace: Replace, device: Device, generations: Ge
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bitsandbytes_on_meta(replace)
         generations.follow(replace)
-        deepspeed_on_meta(replace, device.kind)
         if device.kind == "cuda":
             trl_on_meta(replace)
         own(self, *args, **kwargs)

@@ -24,7 +24,7 @@ import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from perfguard.capture.deepspeed_engine import HOST_OPTIMIZER
+from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
@@ -35,7 +35,7 @@ from perfguard.graph.libraries import PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
-from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.graph.selections import GROUPED_PRODUCTS, HOST_OPTIMIZER
 from perfguard.graph.trace import tracing, unmodelled
 from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside, random_numbers_kept
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
@@ -129,6 +129,7 @@ class _Watch:
         self._compiled = False
         self._has_paged_states = False
         self._steps_on_host = False
+        self._num_open_steps = 0
         self._parts: list[str] = []
         self._lives: list[Life] = []
         """What was recorded of each storage, and what loops that were cut short would hold besides."""
@@ -169,6 +170,7 @@ class _Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
+        self._num_open_steps = 0  # one that has raised an error never ends
         evaluates = not torch.is_grad_enabled()
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
@@ -215,9 +217,11 @@ class _Watch:
         return self._numbers[optimizer]
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._num_open_steps += 1  # an optimizer may step as the class that it comes from
         for parameter, state in optimizer.state.items():
-            self._steps_on_host |= not parameter.is_meta
-            for value in state.values() if parameter.is_meta else ():
+            is_on_host = isinstance(parameter, torch.Tensor) and not parameter.is_meta
+            self._steps_on_host |= is_on_host and self._has_engine
+            for value in () if is_on_host else state.values():
                 if isinstance(value, torch.Tensor) and value.dim() and not value.is_meta:
                     replace_by_meta(value)
         closure = kwargs.pop("closure", None) or next((item for item in args if callable(item)), None)
@@ -242,10 +246,15 @@ class _Watch:
         self._recorder.phase = None
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
-        state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]  # master weights
+        if self._has_engine:  # whose master weights are not the model's parameters
+            state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
+        self._num_open_steps = max(self._num_open_steps - 1, 0)
+        if self._num_open_steps:
+            self._recorder.phase = Phase.OPTIMIZER
+            return
         self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
-        if self._goes_on():
+        if self._has_engine and self._is_same_step():
             self.marks[-1] = len(self._recorder.ops)
             return
         number = self._number(optimizer)
@@ -270,8 +279,13 @@ class _Watch:
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
 
-    def _goes_on(self) -> bool:
-        """Whether the optimizer steps again without a backward pass. DeepSpeed steps its groups of parameters one by one."""
+    @property
+    def _has_engine(self) -> bool:
+        """Whether DeepSpeed trains."""
+        return bool(engines_in(self._roots.values()))
+
+    def _is_same_step(self) -> bool:
+        """Whether DeepSpeed steps another group of parameters: no backward pass has run since the last."""
         last, ops = self.marks[-1] if self.marks else 0, self._recorder.ops
         return any(op.phase is Phase.BACKWARD for op in ops[:last]) and all(op.phase is not Phase.BACKWARD for op in ops[last:])
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from perfguard.exceptions import WorkloadError
 from perfguard.graph.allocator import replay_allocator
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
-from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.graph.selections import GROUPED_PRODUCTS, HOST_OPTIMIZER
 
 SCHEMA_VERSION = 3
 _LASTING = (
@@ -164,8 +164,9 @@ class OpGraph:
 
     @property
     def has_all_bytes(self) -> bool:
-        """Whether no part that is missing from the trace has bytes: how tokens are spread over a grouped product changes none."""
-        return set(self.unmodelled) <= {GROUPED_PRODUCTS}
+        """Whether no part that is missing from the trace has bytes. Neither how tokens are spread over a grouped product changes
+        any, nor the time of an optimizer on the host."""
+        return set(self.unmodelled) <= {GROUPED_PRODUCTS, HOST_OPTIMIZER}
 
     @cached_property
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 EVEN_CHOICES = "experts and other choices by index: tokens are assumed to be spread evenly"
 HALF_CHOSEN = "selections whose size depends on the data: half of the elements is assumed"
+HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
 GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
 """Entries in a graph's ``unmodelled``. A grouped product has the same bytes for any spread."""
 _ARG = ("argmax", "argmin")

@@ -184,7 +184,9 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
 
 
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the output of ``func`` on meta: by its rule, or else from PyTorch's own kernel."""
+    """Return the output of ``func``: on meta by its rule, if it has one, or else from PyTorch's own kernel."""
     rule = SHAPE_RULES.get(func)
-    out = NotImplemented if rule is None else rule(*args, **kwargs)
+    first = args[0][0] if args and type(args[0]) in (list, tuple) and args[0] else args[0] if args else None
+    has_rule = rule is not None and isinstance(first, torch.Tensor) and first.is_meta  # of the host's, the values are needed
+    out = rule(*args, **kwargs) if rule is not None and has_rule else NotImplemented
     return func(*args, **kwargs) if out is NotImplemented else out

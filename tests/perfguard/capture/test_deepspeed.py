@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from perfguard.capture import DryRuns
-from perfguard.capture.deepspeed_engine import HOST_OPTIMIZER
+from perfguard.capture.deepspeed_engine import _Kernels
 from perfguard.capture.ranks import torchrun_variables
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
-from perfguard.graph import StorageKind
+from perfguard.graph import Phase, StorageKind
+from perfguard.graph.selections import HOST_OPTIMIZER
 from perfguard.workload import CapturedTrial
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_deepspeed import train
@@ -73,11 +76,43 @@ def test_what_is_offloaded_is_not_on_the_gpu(of_two: None) -> None:
     assert HOST_OPTIMIZER not in there.graph.unmodelled
 
 
-def test_number_of_processes_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_own_optimizer_may_be_on_the_host(of_two: None) -> None:
+    offloaded = dry_run(lambda: train(2, offload_optimizer={"device": "cpu"}))
+    assert bytes_by_kind(offloaded)[StorageKind.OPTIMIZER_STATE] < 1000
+    assert not [op.name for op in offloaded.graph.ops if op.phase is Phase.OPTIMIZER and op.name.startswith("_foreach")]
+
+
+def test_model_is_sharded_where_it_is_made(of_two: None) -> None:
+    def run(*, early: bool) -> None:
+        import deepspeed
+
+        with deepspeed.zero.Init(
+            config_dict_or_path={"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}, enabled=early
+        ):
+            model = language_model()
+        train(3, model=model)
+
+    early, late = (dry_run(functools.partial(run, early=early)).graph for early in (True, False))
+    assert early.peak_live_bytes == pytest.approx(late.peak_live_bytes, rel=0.001)
+
+
+def test_kernel_that_is_not_known_is_an_error() -> None:
+    with pytest.raises(CaptureError, match="DeepSpeed's kernel lamb cannot be dry-run"):
+        _Kernels().lamb(torch.ones(4))
+
+
+@pytest.mark.parametrize("first", ["init_distributed", "train"])
+def test_number_of_processes_is_asked_for(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in torchrun_variables(2):
         monkeypatch.delenv(name, raising=False)
+
+    def run() -> None:
+        import deepspeed
+
+        deepspeed.init_distributed() if first == "init_distributed" else train(1)
+
     with pytest.raises(CaptureError, match="State their number: perfguard dry-run --world-size 8"):
-        dry_run(lambda: train(1))
+        dry_run(run)
 
 
 def test_on_a_cpu_it_is_refused(of_two: None) -> None:

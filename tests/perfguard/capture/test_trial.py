@@ -727,10 +727,64 @@ def test_batches_that_are_on_the_device_are_indexed_there() -> None:
     assert captured.graph.live_bytes_of(StorageKind.INPUT)[0] >= 1000 * 20 * 4
 
 
+def test_an_optimizer_that_steps_without_a_backward_pass_of_its_own_is_another() -> None:
+    def objective() -> None:
+        head, body = nn.Linear(200, 3).cuda(), nn.Linear(200, 200).cuda()
+        of_head, of_body = torch.optim.Adam(head.parameters()), torch.optim.Adam(body.parameters())
+        for number in range(20):
+            head(body(torch.randn(4, 200).cuda())).mean().backward()
+            of_head.step()
+            if number > 4:
+                of_body.step()
+
+    captured = capture(objective, A100)
+    assert captured.num_optimizers == 2
+    assert captured.graph.live_bytes_of(StorageKind.OPTIMIZER_STATE)[0] == 2 * 4 * (200 * 200 + 200 + 200 * 3 + 3)
+
+
+def test_steps_without_a_backward_pass_are_steps() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, 20).cuda()).mean().backward()
+        for _ in range(6):
+            optimizer.step()
+
+    assert not [op for op in capture(objective, A100).graph.ops if op.phase is not Phase.OPTIMIZER]
+
+
+def test_values_of_the_host_stay_on_the_host() -> None:
+    def objective(*, scales: bool) -> None:
+        x = torch.randn(1000, 20)
+        x = (x - 0.1) / 0.3 if scales else x
+        model = nn.Linear(20, 3).cuda()
+        fit(model, DataLoader(TensorDataset(x, torch.zeros(1000).long()), 50), torch.optim.SGD(model.parameters()))
+
+    scaled, plain = (capture(lambda: objective(scales=scales), A100).graph for scales in (True, False))  # noqa: B023
+    assert scaled.peak_live_bytes == plain.peak_live_bytes
+
+
+def test_an_optimizer_may_call_its_base_and_name_states_as_it_likes() -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # PyTorch calls hooks in the base's `step`, too, from its first instance on
+
+    class Named(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state["shared"] = {"number": torch.zeros(3)}  # type: ignore[index]
+            return super().step(closure)
+
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        fit(model, DataLoader(TensorDataset(torch.randn(200, 20), torch.zeros(200).long()), 50), Named(model.parameters()))
+
+    captured = capture(objective, A100)
+    assert (captured.steps, captured.graph.kinds >= {"matmul"}) == (8, True)
+
+
 def test_shapes_on_meta_take_no_memory_and_marks_for_a_profiler_cost_nothing() -> None:
     def objective(*, marks: bool) -> None:
         model = nn.Linear(20, 3).cuda()
         shapes = [torch.empty(1000, 1000, device="meta")] if marks else []
+        assert not marks or model.weight.to(device="meta") is model.weight  # and it is still there
         optimizer = torch.optim.Adam(model.parameters())
         for x, _ in images():
             if marks:

@@ -17,7 +17,13 @@ ZERO = {f"DeepSpeed ZeRO {stage}": stage for stage in (1, 2, 3)}
 
 
 def train(
-    stage: int, *, begins: Callable[[], None] = lambda: None, two_groups: bool = False, own_optimizer: bool = True, **zero: Any
+    stage: int,
+    *,
+    begins: Callable[[], None] = lambda: None,
+    two_groups: bool = False,
+    own_optimizer: bool = True,
+    model: Any = None,
+    **zero: Any,
 ) -> None:
     """Train for some steps; ``begins()`` is called before each. ``zero`` is added to the settings of ZeRO.
 
@@ -25,12 +31,13 @@ def train(
     """
     import deepspeed
 
-    model = language_model()
+    model = language_model() if model is None else model
     small = {"reduce_bucket_size": 200_000, "stage3_prefetch_bucket_size": 200_000, "stage3_param_persistence_threshold": 1000}
     settings = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "allgather_bucket_size": 200_000, **small, **zero},
     }

@@ -65,7 +65,7 @@ def sharded(model: nn.Module, device: str, **options: Any) -> nn.Module:
     return model
 
 
-def sharded_as_of_old(model: nn.Module, device: str, **options: Any) -> nn.Module:
+def sharded_by_fsdp1(model: nn.Module, device: str, **options: Any) -> nn.Module:
     """Shard each block, and the rest, by FSDP1."""
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place, **options)
@@ -80,7 +80,7 @@ def tensor_parallel(model: nn.Module, device: str) -> nn.Module:
 
 
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_HALF_OF_OLD = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_FSDP1_HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[str], nn.Module]] = {
     "DDP": lambda device: DistributedDataParallel(language_model().to(device)),
     "DDP, gradients as views": lambda device: DistributedDataParallel(language_model().to(device), gradient_as_bucket_view=True),
@@ -88,8 +88,8 @@ WAYS: dict[str, Callable[[str], nn.Module]] = {
     "FSDP2": lambda device: sharded(language_model().to(device), device),
     "FSDP2, not resharded": lambda device: sharded(language_model().to(device), device, reshard_after_forward=False),
     "FSDP2, bf16": lambda device: sharded(language_model().to(device), device, mp_policy=_HALF),
-    "FSDP1": lambda device: sharded_as_of_old(language_model(), device),
-    "FSDP1, bf16": lambda device: sharded_as_of_old(language_model(), device, mixed_precision=_HALF_OF_OLD),
+    "FSDP1": lambda device: sharded_by_fsdp1(language_model(), device),
+    "FSDP1, bf16": lambda device: sharded_by_fsdp1(language_model(), device, mixed_precision=_FSDP1_HALF),
     "tensor parallelism": lambda device: tensor_parallel(language_model().to(device), device),
     "FSDP2, checkpointing": lambda device: sharded(language_model(checkpoints=True).to(device), device),
 }
