@@ -186,7 +186,8 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the output of ``func``: on meta by its rule, if it has one, or else from PyTorch's own kernel."""
     rule = SHAPE_RULES.get(func)
-    first = args[0][0] if args and type(args[0]) in (list, tuple) and args[0] else args[0] if args else None
-    has_rule = rule is not None and isinstance(first, torch.Tensor) and first.is_meta  # of the host's, the values are needed
-    out = rule(*args, **kwargs) if rule is not None and has_rule else NotImplemented
+    # Of the host's tensors, the values are needed.
+    firsts = (x[0] if type(x) is list and x else x for x in args)
+    of_device = rule is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in firsts)
+    out = rule(*args, **kwargs) if rule is not None and of_device else NotImplemented
     return func(*args, **kwargs) if out is NotImplemented else out

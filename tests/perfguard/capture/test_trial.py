@@ -756,7 +756,7 @@ def test_steps_without_a_backward_pass_are_steps() -> None:
 def test_values_of_the_host_stay_on_the_host() -> None:
     def objective(*, scales: bool) -> None:
         x = torch.randn(1000, 20)
-        x = (x - 0.1) / 0.3 if scales else x
+        x = ((x - 0.1) / x.sum(1, keepdim=True)) @ torch.eye(20) if scales else x
         model = nn.Linear(20, 3).cuda()
         fit(model, DataLoader(TensorDataset(x, torch.zeros(1000).long()), 50), torch.optim.SGD(model.parameters()))
 
