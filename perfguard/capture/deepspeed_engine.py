@@ -40,12 +40,12 @@ def deepspeed_on_meta(replace: Replace, device_kind: str) -> None:
         deepspeed = _deepspeed()
         if deepspeed is None or deepspeed.ops.op_builder.builder.OpBuilder.load is _Kernels:
             return
+        replace(deepspeed.ops.op_builder.builder.OpBuilder, "load", lambda _: _Kernels)  # first: imports come back to here
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         if real_accelerator.get_accelerator().device_name() != "cuda":
             replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
-        replace(deepspeed.ops.op_builder.builder.OpBuilder, "load", lambda _: _Kernels)
         replace(deepspeed.comm.comm, "mpi_discovery", _refusing(_UNKNOWN_RANKS))
         if device_kind == "cpu":
             replace(deepspeed.comm.comm, "TorchBackend", _refusing(_ON_CPU))

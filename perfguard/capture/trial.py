@@ -129,7 +129,8 @@ class _Watch:
         self._compiled = False
         self._has_paged_states = False
         self._steps_on_host = False
-        self._num_open_steps = 0
+        self._open_steps: list[torch.optim.Optimizer] = []
+        """Optimizers that step. One may call its base class, or an optimizer within it."""
         self._parts: list[str] = []
         self._lives: list[Life] = []
         """What was recorded of each storage, and what loops that were cut short would hold besides."""
@@ -170,7 +171,7 @@ class _Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
-        self._num_open_steps = 0  # one that has raised an error never ends
+        self._open_steps.clear()  # one that has raised an error never ends
         evaluates = not torch.is_grad_enabled()
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
@@ -217,7 +218,7 @@ class _Watch:
         return self._numbers[optimizer]
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._num_open_steps += 1  # an optimizer may step as the class that it comes from
+        self._open_steps.append(optimizer)
         for parameter, state in optimizer.state.items():
             is_on_host = isinstance(parameter, torch.Tensor) and not parameter.is_meta
             self._steps_on_host |= is_on_host and self._has_engine
@@ -249,9 +250,11 @@ class _Watch:
         if self._has_engine:  # whose master weights are not the model's parameters
             state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
-        self._num_open_steps = max(self._num_open_steps - 1, 0)
-        if self._num_open_steps:
+        del self._open_steps[-1:]
+        if self._open_steps:
             self._recorder.phase = Phase.OPTIMIZER
+            if optimizer is not self._open_steps[-1]:
+                self._numbers.pop(optimizer, None)  # nobody waits for its steps
             return
         self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
         if self._has_engine and self._is_same_step():
