@@ -18,24 +18,17 @@ from pathlib import Path
 from _record import parser_of, show
 
 sys.path.append(str(Path(__file__).parents[1]))
-from perfguard.capture import Answer, DryRuns
 from perfguard.capture.ranks import torchrun_variables
-from perfguard.devices import resolve_device
 from tests.perfguard.capture import toy_deepspeed
 from tests.perfguard.capture.toy_allocated import allocated_bytes
-from tests.perfguard.capture.toy_ranks import WAYS, dry_run, real_bytes, tracked_bytes
+from tests.perfguard.capture.toy_ranks import WAYS, dry_run, in_a_child, real_bytes, tracked_bytes
 
 
 def main() -> None:
     """Train in each way and show the table."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[*WAYS, *toy_deepspeed.ZERO],
-        metavar="WAY",
-        help="some of: " + ", ".join((*WAYS, *toy_deepspeed.ZERO)),
-    )
+    ways = [*WAYS, *toy_deepspeed.ZERO]
+    parser.add_argument("--only", nargs="+", default=ways, metavar="WAY", help="some of: " + ", ".join(ways))
     arguments = parser.parse_args()
     rows = [row_of(way, world_size) for way in arguments.only for world_size in (2, 8)]
     columns = ["way", "ranks", "dry run, MiB", "tracker, MiB", "difference", "real peak, MiB"]
@@ -44,26 +37,18 @@ def main() -> None:
 
 def row_of(way: str, world_size: int) -> list[str]:
     """Peaks of the last step."""
+    real = "-"
     if way in toy_deepspeed.ZERO:
-        seen, real = peak_with_deepspeed(toy_deepspeed.ZERO[way], world_size), "-"
+        os.environ |= torchrun_variables(world_size)
+        seen = in_a_child(lambda: toy_deepspeed.train(toy_deepspeed.ZERO[way]), "h100").graph.peak_live_bytes
     else:
-        seen, real = dry_run(way, world_size).graph.peak_live_bytes, "-"
+        seen = dry_run(way, world_size).graph.peak_live_bytes
         if world_size == 2:
             with tempfile.TemporaryDirectory() as folder:
                 real = f"{real_bytes(way, Path(folder))[0] / 2**20:.2f}"
     knows = way.startswith(("DDP", "FSDP2"))
     tracked = tracked_bytes(way, world_size) if knows else allocated_bytes(way, world_size)
     return [way, str(world_size), f"{seen / 2**20:.2f}", f"{tracked / 2**20:.2f}", f"{seen / tracked - 1:+.2%}", real]
-
-
-def peak_with_deepspeed(stage: int, world_size: int) -> int:
-    """Peak of a dry run, which has a process of its own."""
-    os.environ |= torchrun_variables(world_size)
-    runs = DryRuns(lambda _: toy_deepspeed.train(stage), resolve_device("h100"))
-    try:
-        return runs.capture(lambda *_: Answer("", None)).graph.peak_live_bytes
-    finally:
-        runs.close()
 
 
 if __name__ == "__main__":

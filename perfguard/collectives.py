@@ -142,7 +142,7 @@ def collective_s(name: str, num_bytes: int, ranks: int, on_a_node: int, device: 
     bus = device.link_bytes_per_s or links.link_bytes_per_s
     if nodes > 1:
         bus = min(bus, on_a_node * (device.network_bytes_per_s or links.network_bytes_per_s))
-    hops = 2 * math.log2(nodes) if _is_all_reduce(name) else nodes - 1
+    hops = 2 * math.log2(nodes) if "allreduce" in _plain(name) else nodes - 1
     return links.latency_s + hops * links.hop_s + num_bytes * ring_factor(name, ranks) / (links.efficiency * bus)
 
 
@@ -153,13 +153,15 @@ def ring_factor(name: str, ranks: int) -> float:
         >>> ring_factor("allreduce_", 8), ring_factor("_allgather_base_", 8)
         (1.75, 0.875)
     """
-    if _is_all_reduce(name):
+    plain = _plain(name)
+    if "allreduce" in plain:
         return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if any(word in name for word in ("gather", "scatter", "alltoall", "all_to_all")) else 1.0
+    return (ranks - 1) / ranks if any(word in plain for word in ("gather", "scatter", "alltoall")) else 1.0
 
 
-def _is_all_reduce(name: str) -> bool:
-    return "allreduce" in name or "all_reduce" in name
+def _plain(name: str) -> str:
+    """The name without lines: c10d's collective is "allreduce_", and the functional one "all_reduce"."""
+    return name.replace("_", "")
 
 
 def largest_normal(number: int) -> float:

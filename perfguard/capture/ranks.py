@@ -26,6 +26,7 @@ from torch import nn
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
+from perfguard.graph.shape_rules import META
 
 if TYPE_CHECKING:
     from perfguard.graph.libraries import Replace
@@ -189,7 +190,7 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     replace(FullyShardedDataParallel, "__init__", _refusing_fsdp1_offload)
     replace(_flat_param.FlatParamHandle, "to_cpu", lambda _: lambda handle: nullcontext())  # gathered weights have no values
     replace(_init_utils, "_need_to_materialize_module", lambda _: lambda *_: (False, False))
-    replace(_init_utils, "_get_compute_device", lambda _: lambda *_: torch.device("meta"))
+    replace(_init_utils, "_get_compute_device", lambda _: lambda *_: META)
     replace(_common_utils._FSDPDeviceHandle, "from_device", lambda own: _of_the_guarded(own, torch.device(device_kind)))
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))

@@ -39,8 +39,7 @@ from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, bitsandbytes_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
-from perfguard.graph.shape_rules import empty_twin
-from perfguard.graph.trace import META
+from perfguard.graph.shape_rules import META, empty_twin
 
 if TYPE_CHECKING:
     from perfguard.capture.loops import Generations

@@ -31,11 +31,11 @@ from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
-from perfguard.graph.libraries import PAGED_STATES, replacing
+from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
-from perfguard.graph.selections import GROUPED_PRODUCTS, HOST_OPTIMIZER
+from perfguard.graph.selections import GROUPED_PRODUCTS
 from perfguard.graph.trace import tracing, unmodelled
 from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside, random_numbers_kept
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
@@ -250,13 +250,13 @@ class _Watch:
         if self._has_engine:  # whose master weights are not the model's parameters
             state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
+        self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
         del self._open_steps[-1:]
         if self._open_steps:
             self._recorder.phase = Phase.OPTIMIZER
             if optimizer is not self._open_steps[-1]:
                 self._numbers.pop(optimizer, None)  # nobody waits for its steps
             return
-        self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
         if self._has_engine and self._is_same_step():
             self.marks[-1] = len(self._recorder.ops)
             return
@@ -289,8 +289,7 @@ class _Watch:
 
     def _is_same_step(self) -> bool:
         """Whether DeepSpeed steps another group of parameters: no backward pass has run since the last."""
-        last, ops = self.marks[-1] if self.marks else 0, self._recorder.ops
-        return any(op.phase is Phase.BACKWARD for op in ops[:last]) and all(op.phase is not Phase.BACKWARD for op in ops[last:])
+        return bool(self.marks) and all(op.phase is not Phase.BACKWARD for op in self._recorder.ops[self.marks[-1] :])
 
     @property
     def _num_later_steps(self) -> int:

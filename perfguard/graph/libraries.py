@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from perfguard.graph.shape_rules import empty_twin
+from perfguard.graph.shape_rules import META, empty_twin
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
+HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
 PAGED_STATES = "paged optimizer: its states may leave the GPU; their bytes and the time to move them are not counted"
-"""Entry in a graph's ``unmodelled``."""
+"""Entries in a graph's ``unmodelled``."""
 
 
 def replacing(stack: ExitStack) -> Replace:
@@ -104,7 +105,7 @@ def _paged(own: Any) -> Any:
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Any:
         if device.type != "meta":
             return own(*shape, dtype=dtype, device=device)
-        paged: Any = torch.empty((), dtype=dtype, device="meta").expand(shape)
+        paged: Any = torch.empty((), dtype=dtype, device=META).expand(shape)
         paged.is_paged, paged.page_deviceid = True, 0
         return paged
 

@@ -31,8 +31,9 @@ import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
 from perfguard.graph.allocator import replay_allocator
+from perfguard.graph.libraries import HOST_OPTIMIZER
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
-from perfguard.graph.selections import GROUPED_PRODUCTS, HOST_OPTIMIZER
+from perfguard.graph.selections import GROUPED_PRODUCTS
 
 SCHEMA_VERSION = 3
 _LASTING = (

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from perfguard.graph.shape_rules import META
+
 if TYPE_CHECKING:
     from perfguard.graph.opgraph import OpGraph
 
 aten = torch.ops.aten
 EVEN_CHOICES = "experts and other choices by index: tokens are assumed to be spread evenly"
 HALF_CHOSEN = "selections whose size depends on the data: half of the elements is assumed"
-HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
 GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
 """Entries in a graph's ``unmodelled``. A grouped product has the same bytes for any spread."""
 _ARG = ("argmax", "argmin")
@@ -74,10 +75,10 @@ class Selections:
             known = self._known(mask)
             if self.are_read and known.kind == "count" and mask.shape == (known.num_classes,):  # a loop over experts that are hit
                 return torch.arange(number, device="cpu")[:, None]
-            return torch.empty((number, mask.dim()), dtype=torch.int64, device="meta")
+            return torch.empty((number, mask.dim()), dtype=torch.int64, device=META)
         if func is aten.masked_select.default and is_meta(args[1]):
             number = self._expected(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
-            return torch.empty(number, dtype=args[0].dtype, device="meta")
+            return torch.empty(number, dtype=args[0].dtype, device=META)
         return NotImplemented
 
     def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+META = torch.device("meta")
+"""Where the tensors of a step are. The word "meta" is the user's: in a dry run, what a script makes there takes no memory."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -42,8 +44,7 @@ def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def empty_twin(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on meta with the shape, strides and dtype of ``tensor``. `torch.empty_like` would run Python code there."""
-    own = torch.device("meta")  # the word itself is the user's: what a script makes on "meta" takes no memory
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=own)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,8 +187,14 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the output of ``func``: on meta by its rule, if it has one, or else from PyTorch's own kernel."""
     rule = SHAPE_RULES.get(func)
-    # Of the host's tensors, the values are needed.
-    firsts = (x[0] if type(x) is list and x else x for x in args)
-    of_device = rule is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in firsts)
-    out = rule(*args, **kwargs) if rule is not None and of_device else NotImplemented
-    return func(*args, **kwargs) if out is NotImplemented else out
+    if rule is not None and any(map(_is_on_meta, args)):  # of the host's tensors, the values are needed
+        out = rule(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    return func(*args, **kwargs)
+
+
+def _is_on_meta(value: Any) -> bool:
+    """Whether it is a tensor on meta, or a list that begins with one."""
+    first = value[0] if type(value) is list and value else value
+    return isinstance(first, torch.Tensor) and first.is_meta

@@ -27,7 +27,7 @@ from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.selections import GROUPED_PRODUCTS
-from perfguard.graph.shape_rules import empty_twin
+from perfguard.graph.shape_rules import META, empty_twin
 from perfguard.pytorch import (
     compiled_parts,
     function_inside,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
 """Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
-META = torch.device("meta")
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 _PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}

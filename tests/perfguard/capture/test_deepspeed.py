@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from perfguard.capture import DryRuns
 from perfguard.capture.deepspeed_engine import _Kernels
 from perfguard.capture.ranks import torchrun_variables
-from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
 from perfguard.graph import Phase, StorageKind
-from perfguard.graph.selections import HOST_OPTIMIZER
-from perfguard.workload import CapturedTrial
+from perfguard.graph.libraries import HOST_OPTIMIZER
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_deepspeed import train
-from tests.perfguard.capture.toy_ranks import language_model
+from tests.perfguard.capture.toy_ranks import bytes_of, in_a_child, language_model
 
 pytestmark = [
     pytest.mark.slow,  # it takes some seconds to import
@@ -30,25 +26,13 @@ pytestmark = [
 NUM_PARAMETERS = sum(parameter.numel() for parameter in language_model().parameters())
 
 
-def dry_run(run: Callable[[], None], gpu: str = "h100") -> CapturedTrial:
-    runs = DryRuns(lambda _: run(), resolve_device(gpu))
-    try:
-        return runs.capture(lambda *_: pytest.fail("it has no parameters"))
-    finally:
-        runs.close()
+dry_run = functools.partial(in_a_child, gpu="h100")
 
 
 @pytest.fixture
 def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in torchrun_variables(2).items():
         monkeypatch.setenv(name, value)
-
-
-def bytes_by_kind(captured: CapturedTrial) -> Counter[StorageKind]:
-    found: Counter[StorageKind] = Counter()
-    for storage in captured.graph.storages:
-        found[storage.kind] += storage.num_bytes
-    return found
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -71,8 +55,8 @@ def test_what_is_offloaded_is_not_on_the_gpu(of_two: None) -> None:
     there = dry_run(lambda: train(2, own_optimizer=False))
     offloaded = dry_run(lambda: train(2, own_optimizer=False, offload_optimizer={"device": "cpu"}))
     shard = NUM_PARAMETERS / 2  # of which there are a master weight and two states, in float32
-    assert bytes_by_kind(there)[StorageKind.OPTIMIZER_STATE] == pytest.approx(12 * shard, rel=0.001)
-    assert bytes_by_kind(offloaded)[StorageKind.OPTIMIZER_STATE] < 1000
+    assert bytes_of(there, StorageKind.OPTIMIZER_STATE) == pytest.approx(12 * shard, rel=0.001)
+    assert bytes_of(offloaded, StorageKind.OPTIMIZER_STATE) < 1000
     updates = [op for op in there.graph.ops if op.name == "fused_optimizer_"]
     assert [op.bytes_written for op in updates] == [pytest.approx(12 * shard, rel=0.001)]
     assert HOST_OPTIMIZER in offloaded.graph.unmodelled
@@ -81,7 +65,7 @@ def test_what_is_offloaded_is_not_on_the_gpu(of_two: None) -> None:
 
 def test_torchs_own_optimizer_may_be_on_the_host(of_two: None) -> None:
     offloaded = dry_run(lambda: train(2, offload_optimizer={"device": "cpu"}))
-    assert bytes_by_kind(offloaded)[StorageKind.OPTIMIZER_STATE] < 1000
+    assert bytes_of(offloaded, StorageKind.OPTIMIZER_STATE) < 1000
     assert not [op.name for op in offloaded.graph.ops if op.phase is Phase.OPTIMIZER and op.name.startswith("_foreach")]
 
 
@@ -122,4 +106,4 @@ def test_number_of_processes_is_asked_for(first: str, monkeypatch: pytest.Monkey
 
 def test_on_a_cpu_it_is_refused(of_two: None) -> None:
     with pytest.raises(CaptureError, match=r"DeepSpeed on a CPU cannot be dry-run\. Name a GPU"):
-        dry_run(lambda: train(1), "cpu")
+        dry_run(lambda: train(1), gpu="cpu")

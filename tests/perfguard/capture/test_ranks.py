@@ -27,18 +27,18 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from perfguard.capture import DryRuns
 from perfguard.capture.ranks import torchrun_variables
 from perfguard.capture.trial import capture
 from perfguard.cli import main
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
 from perfguard.graph import StorageKind
-from perfguard.workload import CapturedTrial
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_ranks import (
     WAYS,
+    bytes_of,
     dry_run,
+    in_a_child,
     language_model,
     real_bytes,
     sharded,
@@ -65,10 +65,6 @@ def _few_objects_to_collect() -> Iterator[None]:
     gc.unfreeze()
 
 
-def bytes_of(captured: CapturedTrial, *kinds: StorageKind) -> int:
-    return sum(storage.num_bytes for storage in captured.graph.storages if storage.kind in kinds)
-
-
 @pytest.fixture
 def group_of_before() -> Iterator[None]:
     """A process group that the process of the study has made."""
@@ -77,14 +73,6 @@ def group_of_before() -> Iterator[None]:
     dist.init_process_group("fake", rank=1, world_size=2)
     yield
     dist.destroy_process_group()
-
-
-def in_a_child(run: Callable[[], None], gpu: str = "a100") -> CapturedTrial:
-    runs = DryRuns(lambda _: run(), resolve_device(gpu))
-    try:
-        return runs.capture(lambda *_: pytest.fail("it has no parameters"))
-    finally:
-        runs.close()
 
 
 def objective(make: Callable[[], nn.Module], world_size: int = 4, rank: int = 0) -> Callable[[], None]:
@@ -105,7 +93,7 @@ def test_peak_of_a_rank_is_that_of_pytorchs_tracker(way: str, world_size: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [8])
+@pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("way", sorted(set(WAYS) - {"DDP", "FSDP2", *UNTRACKED}))
 def test_peak_in_other_ways_is_that_of_pytorchs_tracker(way: str, world_size: int) -> None:
     assert dry_run(way, world_size).graph.peak_live_bytes == pytest.approx(tracked_bytes(way, world_size), rel=0.01)
@@ -334,7 +322,7 @@ def test_what_is_not_wrapped_or_wrapped_as_one_or_offloaded_is_said() -> None:
         fully_shard(model)
         return model
 
-    assert "no model is wrapped or sharded: each" in said_of(lambda: language_model().cuda())
+    assert "no model is wrapped or sharded: each process holds all of it" in said_of(lambda: language_model().cuda())
     assert "FSDP wraps the model as one part" in said_of(as_one)
     policy = CPUOffloadPolicy(pin_memory=False)
     assert "is counted on the device" in said_of(lambda: sharded(language_model().cuda(), "cuda", offload_policy=policy))

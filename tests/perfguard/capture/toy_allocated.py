@@ -1,7 +1,8 @@
 """What the CPU's allocator gives out in a step of one real rank. The other ranks are PyTorch's fake ones.
 
-python -m tests.perfguard.capture.toy_allocated "FSDP1" 8       # the peak in bytes
-DS_ACCELERATOR=cpu python -m tests.perfguard.capture.toy_allocated "DeepSpeed ZeRO 3" 8
+It prints the peak in bytes:
+
+    python -m tests.perfguard.capture.toy_allocated FSDP1 8
 """
 
 from __future__ import annotations

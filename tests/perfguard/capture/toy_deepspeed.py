@@ -1,7 +1,4 @@
-"""A small transformer, trained by DeepSpeed: in a dry run, or really, on the CPU, where the other ranks are PyTorch's fake ones.
-
-DS_ACCELERATOR=cpu python -m tests.perfguard.capture.toy_deepspeed 3 8     # ZeRO 3, 8 ranks: the peak of a step in bytes
-"""
+"""A small transformer, trained by DeepSpeed."""
 
 from __future__ import annotations
 

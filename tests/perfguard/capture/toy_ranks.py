@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from perfguard.capture import Answer, DryRuns
 from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
+from perfguard.graph import StorageKind
 from perfguard.workload import CapturedTrial
 
 VOCABULARY, STEPS = 1000, 4
@@ -143,6 +145,24 @@ def dry_run(way: str, world_size: int, gpu: str = "cpu", **place: Any) -> Captur
         train(WAYS[way](device.kind), device.kind, make_optimizer=OPTIMIZERS.get(way, torch.optim.AdamW))
 
     return capture(objective, device)
+
+
+def in_a_child(run: Callable[[], None], gpu: str = "a100") -> CapturedTrial:
+    """Return what a dry run of ``run``, which has no parameters, shows. It has a process of its own."""
+    runs = DryRuns(lambda _: run(), resolve_device(gpu))
+    try:
+        return runs.capture(_asked)
+    finally:
+        runs.close()
+
+
+def _asked(*question: Any) -> Answer:
+    raise AssertionError(f"it has no parameters, but asks for {question}")
+
+
+def bytes_of(captured: CapturedTrial, *kinds: StorageKind) -> int:
+    """Bytes of all storages of a step of these ``kinds``."""
+    return sum(storage.num_bytes for storage in captured.graph.storages if storage.kind in kinds)
 
 
 def tracked_bytes(way: str, world_size: int) -> int:
