@@ -5,6 +5,7 @@ What is replaced:
     the accelerator      by the guarded GPU's, also where DeepSpeed was imported on a machine without one
     a compiled kernel    by none: that of an optimizer is one operator, that of an optimizer on the host is not seen
     MPI                  by an error: nobody asks it how many processes there are
+    gathered parameters  by such that no rank may change, as they have no values to send
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def deepspeed_on_meta(replace: Replace, device_kind: str) -> None:
         if real_accelerator.get_accelerator().device_name() != "cuda":
             replace(real_accelerator, "ds_accelerator", lambda _: CUDA_Accelerator())
         replace(deepspeed.comm.comm, "mpi_discovery", _refusing(_UNKNOWN_RANKS))
+        replace(sys.modules["deepspeed.runtime.zero.partition_parameters"].GatheredParameters, "__init__", _changed_by_nobody)
         if device_kind == "cpu":
             replace(deepspeed.comm.comm, "TorchBackend", _refusing(_ON_CPU))
 
@@ -73,6 +75,16 @@ def engines_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of ``modules`` that are DeepSpeed's engines."""
     deepspeed = _deepspeed()
     return [] if deepspeed is None else [part for part in modules if isinstance(part, deepspeed.DeepSpeedEngine)]
+
+
+def _changed_by_nobody(own: Callable[..., None]) -> Callable[..., None]:
+    """Gather parameters, which have no values, for no rank to change. What one rank has changed is sent to the others."""
+
+    @functools.wraps(own)
+    def __init__(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
+        own(self, params, None, *args, **kwargs)
+
+    return __init__
 
 
 class _Kernels:

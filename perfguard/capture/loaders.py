@@ -56,6 +56,8 @@ class Loaders:
         self._num_operators = num_operators
         self._seconds_spared = seconds_spared
         self._spared_until = math.inf
+        self.must_spare = False
+        """Whether nothing may be cut yet: an optimizer that was made has not stepped."""
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         """The latest pass over each loader. The id of one that is gone may be that of the next."""
         self._giving: list[Any] = []
@@ -137,12 +139,14 @@ class Loaders:
                 self.cut_evaluations.append(latest.loop)
 
     def _longest_batch(self, loader: Any) -> Any:
-        if self._longest_batches is None and len(self._used) >= 3:
+        if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
             self.longest, batch = longest_batch(loader)
             self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
         return self._longest_batches.pop() if self._longest_batches else None
 
     def _shows_nothing_new(self, latest: _Pass) -> bool:
+        if self.must_spare:
+            return False
         if not latest.feeds:
             enough = ITERATIONS if self._num_epochs < 2 else 2
             return self._evaluates and latest.num_batches >= enough and not self.may_spare
@@ -165,6 +169,8 @@ class Loaders:
     def begin_anew(self) -> None:
         """Forget the steps so far: another optimizer belongs to a step."""
         self._used = []
+        for latest in self._passes.values():
+            latest.num_used = 0
 
     def end_step(self, num_steps: int) -> None:
         """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop."""

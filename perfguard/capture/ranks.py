@@ -37,12 +37,12 @@ GPUS_OF_A_NODE = 8
 """Unless LOCAL_WORLD_SIZE says another number: those of an NVIDIA DGX or HGX board."""
 
 
-def torchrun_variables(world_size: int) -> dict[str, str]:
-    """Return what torchrun sets in the environment of the first of ``world_size`` processes, on nodes of eight GPUs or less."""
-    in_node = min(world_size, GPUS_OF_A_NODE)
+def torchrun_variables(world_size: int, rank: int = 0, in_node: int = GPUS_OF_A_NODE) -> dict[str, str]:
+    """Return what torchrun sets in the environment of one of ``world_size`` processes, on nodes of ``in_node`` GPUs or less."""
+    in_node = min(world_size, in_node)
     return {
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(in_node), "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(in_node), "RANK": str(rank), "LOCAL_RANK": str(rank % in_node),
+        "GROUP_RANK": str(rank // in_node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
 
 

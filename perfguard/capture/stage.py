@@ -36,7 +36,7 @@ from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.ranks import is_collective, run_collective
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
-from perfguard.graph.libraries import Replace, bitsandbytes_on_meta, replacing, trl_on_meta
+from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
@@ -109,8 +109,8 @@ class HostTensors(TorchDispatchMode):
             return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types_ and any(kind.__name__ == "DTensor" for kind in types_):
-            return NotImplemented  # it calls back with the part of this process
+        if types_ and any(hasattr(kind, "__tensor_flatten__") for kind in types_):
+            return NotImplemented  # a DTensor calls back with the part of this process, a quantized tensor with its codes
         with torch._C.DisableTorchFunction():  # what is asked of a tensor here is not the user's, as in the recorder
             return self._run(func, args, kwargs or {})
 
@@ -305,7 +305,8 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
 
 
 def _refuse_quantized(tensor: torch.Tensor) -> None:
-    if type(tensor).__module__.startswith("bitsandbytes"):  # its constants are not in the model, so they would stay behind
+    # The constants of bitsandbytes are not in the model, so they would stay behind. Others hold their codes within a tensor.
+    if type(tensor).__module__.startswith("bitsandbytes") or hasattr(tensor, "__tensor_flatten__"):
         raise CaptureError("A model that was quantized before the trial cannot be dry-run. Load it in the objective.")
 
 
@@ -386,6 +387,8 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
             found = fn(tensor)
             if not tensor.is_meta or found.is_meta:
                 return found
+            if host.recorder.is_forgotten(tensor):  # it was made on "meta" by name; what `to_empty` makes takes memory
+                return empty_twin(found)
             host.left_at.append(len(host.recorder.ops))
             return tensor.to(found.dtype)
 
@@ -397,7 +400,7 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
 def _using_libraries(own: Any, replace: Replace, device: Device, generations: Generations) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bitsandbytes_on_meta(replace)
+        libraries_on_meta(replace)
         generations.follow(replace)
         if device.kind == "cuda":
             trl_on_meta(replace)

@@ -10,7 +10,9 @@ import functools
 import gc
 import itertools
 import math
+import sys
 import time
+import traceback
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -41,6 +43,8 @@ from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_i
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from perfguard.devices import Device
 
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -129,8 +133,10 @@ class _Watch:
         self._compiled = False
         self._has_paged_states = False
         self._steps_on_host = False
-        self._open_steps: list[torch.optim.Optimizer] = []
-        """Optimizers that step. One may call its base class, or an optimizer within it."""
+        self._has_engine = False
+        """Whether DeepSpeed trains."""
+        self._open_steps: list[tuple[FrameType, torch.optim.Optimizer]] = []
+        """Optimizers that step, and where. One may call its base class, or an optimizer within it."""
         self._parts: list[str] = []
         self._lives: list[Life] = []
         """What was recorded of each storage, and what loops that were cut short would hold besides."""
@@ -171,12 +177,12 @@ class _Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
-        self._open_steps.clear()  # one that has raised an error never ends
         evaluates = not torch.is_grad_enabled()
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
+            self._has_engine = bool(engines_in(self._roots.values()))
             self._compiled |= is_compiled(module)
             self._parts += compiled_parts(module)
         images = [tensor for tensor in tensors_in(args) if tensor.dim() == 4]
@@ -218,7 +224,9 @@ class _Watch:
         return self._numbers[optimizer]
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._open_steps.append(optimizer)
+        hooked = sys._getframe(1)
+        running = {frame for frame, _ in traceback.walk_stack(hooked)}  # a step that has raised an error runs no longer
+        self._open_steps = [*(step for step in self._open_steps if step[0] in running), (hooked, optimizer)]
         for parameter, state in optimizer.state.items():
             is_on_host = isinstance(parameter, torch.Tensor) and not parameter.is_meta
             self._steps_on_host |= is_on_host and self._has_engine
@@ -251,10 +259,11 @@ class _Watch:
             state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
-        del self._open_steps[-1:]
+        hooked = sys._getframe(1)
+        self._open_steps = [*itertools.takewhile(lambda step: step[0] is not hooked, self._open_steps)]
         if self._open_steps:
             self._recorder.phase = Phase.OPTIMIZER
-            if optimizer is not self._open_steps[-1]:
+            if optimizer is not self._open_steps[-1][1]:
                 self._numbers.pop(optimizer, None)  # nobody waits for its steps
             return
         if self._has_engine and self._is_same_step():
@@ -264,28 +273,24 @@ class _Watch:
         if number not in self._stepped:
             self._begin_stage()
         self._stepped[number] = self._stepped.get(number, 0) + 1
-        awaits = (
-            any(made not in self._stepped for made in self._numbers.values()) and max(self._stepped.values()) < _MOST_STEPS_ALONE
-        )
-        if awaits or list(self._stepped)[-1] != number:  # a step ends with the optimizer that begins last
+        if list(self._stepped)[-1] != number:  # a step ends with the optimizer that begins last
             return
         if len(self.marks) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self.host.num_copies)
         self._batches.append(len(self.host.batches))
+        not_stepped = set(self._numbers.values()) - self._stepped.keys()
+        self.loaders.must_spare = bool(not_stepped) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         self.loaders.end_step(self._stepped[number])
-        if len(self.marks) == 3:
+        if self.loaders.must_spare:
+            return
+        if len(self.marks) >= 3 and self._ends_at == math.inf:
             self._ends_at = time.monotonic() + self._most_seconds
         if len(self.marks) >= 3 + self._ranks.are_many and not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
-
-    @property
-    def _has_engine(self) -> bool:
-        """Whether DeepSpeed trains."""
-        return bool(engines_in(self._roots.values()))
 
     def _is_same_step(self) -> bool:
         """Whether DeepSpeed steps another group of parameters: no backward pass has run since the last."""
@@ -299,7 +304,7 @@ class _Watch:
 
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
-        if len(self.marks) > 1:
+        if len(self.marks) > 1 and not self.loaders.must_spare:
             self._stages.append(self._step(0))
         if self._stepped:  # models that have had their time must not be kept alive
             self._roots.clear()

@@ -33,7 +33,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from perfguard.exceptions import TraceError
-from perfguard.graph.libraries import bitsandbytes_on_meta, replacing
+from perfguard.graph.libraries import libraries_on_meta, replacing
 from perfguard.graph.recorder import tensors_in
 from perfguard.graph.selections import is_meta
 
@@ -576,7 +576,7 @@ def _replace_all() -> None:
         own = getattr(torch, name)
         _replace(torch, name, lambda *args, own=own: own(_of_thread.device_type) if args == ("meta",) else _USE_ORIGINAL)
     _rename_meta(torch.amp.autocast_mode.autocast)
-    bitsandbytes_on_meta(replacing(_restoring))
+    libraries_on_meta(replacing(_restoring))
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None:
         _replace(masks, "is_tracing", lambda tensor=None: True if is_meta(tensor) else _USE_ORIGINAL)

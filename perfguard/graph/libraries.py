@@ -1,14 +1,18 @@
-"""Libraries for fine-tuning, on meta as on a GPU: the layers and optimizers of bitsandbytes, and TRL's loss.
+"""Libraries for fine-tuning, on meta as on a GPU: Triton's kernels (Liger), bitsandbytes, torchao's optimizers, TRL's loss.
+
+What calls a kernel of Triton makes its outputs first, so the kernel itself is one operator that is not run.
 
 Most operators of bitsandbytes know their shapes on meta. What is here replaces those that do not, and those that are several
-kernels on a GPU (bitsandbytes 0.50: `backends/cuda/ops.py`, `backends/default/ops.py`; TRL 1.16: `kernels/chunked_logprob.py`).
+kernels on a GPU (bitsandbytes 0.50: `backends/cuda/ops.py`, `backends/default/ops.py`; torchao 0.18: `optim/adam.py`; TRL 1.16:
+`kernels/chunked_logprob.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,13 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from perfguard.graph.recorder import tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
 HOST_OPTIMIZER = "optimizer on the host: the time of its step is not counted"
 PAGED_STATES = "paged optimizer: its states may leave the GPU; their bytes and the time to move them are not counted"
+TRITON = "kernels of Triton: their bytes are counted, their arithmetic is not"
 """Entries in a graph's ``unmodelled``."""
+_library = torch.library.Library("perfguard", "FRAGMENT")
+_library.define("triton_kernel(Tensor[] read, Tensor(a!)[] written) -> ()")
+
+
+@torch.library.impl(_library, "triton_kernel", "Meta")
+def _triton_kernel_on_meta(read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    """Its outputs are made before."""
 
 
 def replacing(stack: ExitStack) -> Replace:
@@ -37,8 +50,23 @@ def replacing(stack: ExitStack) -> Replace:
     return replace
 
 
-def bitsandbytes_on_meta(replace: Replace) -> None:
-    """Let bitsandbytes work on meta as on a GPU, if it is imported. Call it again where it may be by now."""
+def libraries_on_meta(replace: Replace) -> None:
+    """Let the libraries that are imported work on meta as on a GPU. Call it again where others may be by now."""
+    _triton_on_meta(replace)
+    _bitsandbytes_on_meta(replace)
+    _torchao_on_meta(replace)
+
+
+def _triton_on_meta(replace: Replace) -> None:
+    """Let each kernel of Triton be one operator on meta, if Triton is imported."""
+    jit, tuner = (sys.modules.get(f"triton.runtime.{name}") for name in ("jit", "autotuner"))
+    if jit is not None and tuner is not None and not hasattr(jit.JITFunction.run, "__wrapped__"):
+        replace(jit.JITFunction, "run", _launching)
+        replace(tuner.Autotuner, "run", _without_tuning)
+
+
+def _bitsandbytes_on_meta(replace: Replace) -> None:
+    """Let bitsandbytes work on meta as on a GPU, if it is imported."""
     bnb = sys.modules.get("bitsandbytes")
     if bnb is None or not hasattr(bnb, "optim") or hasattr(bnb.functional.get_paged, "__wrapped__"):
         return
@@ -72,6 +100,13 @@ def constants_of_4bit(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
+def _torchao_on_meta(replace: Replace) -> None:
+    """Let the low-bit optimizers of torchao, which compile their step, run it as one kernel, if torchao is imported."""
+    adam = sys.modules.get("torchao.optim.adam")
+    if adam is not None and not hasattr(adam.single_param_adam, "__wrapped__"):
+        replace(adam, "single_param_adam", _in_one_kernel)
+
+
 def trl_on_meta(replace: Replace) -> None:
     """Let TRL's loss run in kernels of Triton as on a GPU. Without Triton, it makes several copies of the logits."""
     loss = sys.modules.get("trl.kernels.chunked_logprob")
@@ -79,6 +114,52 @@ def trl_on_meta(replace: Replace) -> None:
         replace(loss, "_forward_tile", lambda _: _read_tile)
         replace(loss, "_backward_tile", lambda _: _write_tile)
         replace(loss, "_addmm_fp32", lambda _: _add_product)
+
+
+def _launching(own: Any) -> Any:
+    @functools.wraps(own)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            return own(self, *args, **kwargs)
+        written = _reached_by(self, r"store|atomic_\w+") & tensors.keys() or tensors.keys()
+        read = (tensors.keys() - written) | (_reached_by(self, "load") & tensors.keys())
+        with torch.no_grad():  # the caller's backward pass is kernels of its own
+            torch.ops.perfguard.triton_kernel(*([tensors[name] for name in tensors if name in some] for some in (read, written)))
+        return None
+
+    return run
+
+
+@functools.cache
+def _reached_by(kernel: Any, calls: str) -> Set[str]:
+    """Arguments that a kernel loads or stores: `rows = y_ptr + first` and `tl.store(rows + columns, ...)` reach "y_ptr"."""
+    begins_at = dict(re.findall(r"(\w+) = \(?\s*(\w+) \+", kernel.src))
+    reached = set(re.findall(rf"\b(?:{calls})\(\s*(\w+)", kernel.src))
+    return reached | {begins_at[name] for name in reached if name in begins_at}
+
+
+def _without_tuning(own: Any) -> Any:
+    @functools.wraps(own)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, torch.Tensor) and value.is_meta for value in (*args, *kwargs.values())):
+            return own(self, *args, **kwargs)
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
+    return run
+
+
+def _in_one_kernel(own: Any) -> Any:
+    @functools.wraps(own)
+    def single_param_adam(parameter: Any, gradient: Any, step: Any, *state: Any) -> None:
+        if not parameter.is_meta:
+            own(parameter, gradient, step, *state)
+            return
+        inner = [tensor for tensor in tensors_in(state) if tensor.is_meta]
+        torch.ops.perfguard.fused_optimizer_(tensors_in([parameter]), tensors_in([gradient]), inner)
+
+    return single_param_adam
 
 
 def _quantizing(own: Any) -> Any:

@@ -30,7 +30,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(getattr(value, "_local_tensor", value))  # of a DTensor, this process holds a part
+        if hasattr(value, "__tensor_flatten__"):  # of a DTensor, this process holds a part; of torchao's, codes and scales
+            _collect([getattr(value, name) for name in value.__tensor_flatten__()[0]], found)
+        else:
+            found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
             _collect(item, found)
@@ -180,6 +183,11 @@ class Recorder(TorchDispatchMode):
             if index is not None:
                 self._lives[index] = self._lives[index]._replace(num_bytes=0)
 
+    def is_forgotten(self, tensor: torch.Tensor) -> bool:
+        """Whether no bytes are counted for a tensor that has some."""
+        index = self._index_by_address.get(tensor.untyped_storage()._cdata)
+        return index is not None and self._lives[index].num_bytes < tensor.untyped_storage().nbytes()
+
     def release(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` gives its bytes back while it is alive. What it holds later is another storage."""
         self._bury()
@@ -244,12 +252,13 @@ class Recorder(TorchDispatchMode):
         phase, module = self._where()
         first = outputs[0] if outputs else mutated[0] if mutated else None
         written_bytes = sum(map(_moved_bytes, outputs or mutated))
+        loaded = inputs if operator.name != "triton_kernel" else self._own(args[0])  # it does not load all that it writes to
         op = Op(
             name=operator.name,
             kind=operator.kind,
             phase=phase,
             flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
-            bytes_read=bytes_read(operator.name, [*map(_moved_bytes, inputs)], bytes_taken(operator.name, inputs, written_bytes)),
+            bytes_read=bytes_read(operator.name, [*map(_moved_bytes, loaded)], bytes_taken(operator.name, inputs, written_bytes)),
             bytes_written=written_bytes,
             inputs=read,
             outputs=tuple(dict.fromkeys((*written, *map(self.index_of, mutated)))),

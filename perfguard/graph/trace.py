@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from perfguard.exceptions import PerfGuardError, TraceError, WorkloadError
 from perfguard.graph.kernels import DevicePaths, Target, device_semantics, target_of
-from perfguard.graph.libraries import PAGED_STATES, constants_of_4bit, unquantized_layers
+from perfguard.graph.libraries import PAGED_STATES, TRITON, constants_of_4bit, unquantized_layers
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
@@ -393,6 +393,8 @@ def unmodelled(
         yield "recurrent layers: the size of their reserve space is an estimate"
     if "opaque" in names:
         yield "opaque functions: their bytes are counted, their arithmetic is not"
+    if "triton_kernel" in names:
+        yield TRITON
 
 
 def _advice(text: str) -> str:

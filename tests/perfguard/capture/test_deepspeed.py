@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,38 @@ def test_model_is_sharded_where_it_is_made(of_two: None) -> None:
 
     early, late = (dry_run(functools.partial(run, early=early)).graph for early in (True, False))
     assert early.peak_live_bytes == pytest.approx(late.peak_live_bytes, rel=0.001)
+
+
+def test_groups_of_several_engines_step_together(of_two: None) -> None:
+    def objective() -> None:
+        for _ in range(2):  # as for two folds
+            train(2, two_groups=True)
+
+    captured = dry_run(objective)
+    assert captured.num_optimizers == 2
+    assert captured.steps == 4
+    assert {op.phase for op in captured.graph.ops} == set(Phase)
+
+
+def test_pretrained_model_is_sharded_and_saved(of_two: None, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    settings = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "zero_optimization": zero}
+    data = [{"input_ids": torch.zeros(32, dtype=torch.int64), "labels": torch.zeros(32, dtype=torch.int64)}] * 40
+
+    def objective(*, reads: bool) -> None:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), per_device_train_batch_size=2, num_train_epochs=1, deepspeed=settings, report_to=[]
+        )
+        llama = transformers.LlamaForCausalLM
+        model = llama.from_pretrained(tmp_path / "model") if reads else llama(transformers.LlamaConfig(**sizes))
+        transformers.Trainer(model, arguments, train_dataset=data).train()
+
+    read, made = (dry_run(functools.partial(objective, reads=reads)) for reads in (True, False))
+    assert (read.steps, read.unseen) == (10, "")
+    assert read.graph.peak_live_bytes == made.graph.peak_live_bytes
 
 
 def test_kernel_that_is_not_known_is_an_error() -> None:

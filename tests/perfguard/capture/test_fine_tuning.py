@@ -1,6 +1,6 @@
 """Parameter-efficient and quantized fine-tuning in dry runs: what has a gradient, a state, and how many bytes it takes.
 
-bitsandbytes, datasets and TRL are not in the development environment: pip install bitsandbytes datasets trl
+Not in the development environment: pip install bitsandbytes datasets liger-kernel torchao trl
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TraceError
 from perfguard.graph import StorageKind, trace
-from perfguard.graph.libraries import PAGED_STATES
+from perfguard.graph.libraries import PAGED_STATES, TRITON
 from perfguard.workload import CapturedTrial, Workload
+from tests.perfguard.capture import toy_liger
+from tests.perfguard.capture.toy_ranks import in_a_child
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -116,7 +118,21 @@ def test_precision_is_that_of_the_arithmetic() -> None:
     assert capture(lambda: fit(with_adapters(llama())), A100).graph.precision == "fp32"
 
 
-# --- Optimizers of bitsandbytes -------------------------------------------------------------------------------------------------
+# --- Liger ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_peak_with_ligers_kernels_is_that_of_real_tensors() -> None:
+    pytest.importorskip("liger_kernel")
+    graph = in_a_child(toy_liger.train, "cpu").graph  # here, the log of a test would keep tensors alive
+    assert graph.peak_live_bytes == pytest.approx(toy_liger.real_bytes(), rel=0.001)
+    assert graph.unmodelled == (TRITON,)
+    kernels = [op for op in graph.ops if op.name == "triton_kernel" and op.module.endswith("layers.0.mlp")]
+    values = 4 * 4 * toy_liger.TOKENS * 128  # bytes of what the perceptron is wide
+    assert [op.bytes_read for op in kernels] == [2 * values, 3 * values]
+    assert [op.bytes_written for op in kernels] == [values, 2 * values]  # its backward pass writes to what it has read
+
+
+# --- Optimizers of bitsandbytes and torchao -------------------------------------------------------------------------------------
 
 WEIGHTS, BIAS = 2 * 1024 * 1024, 1024
 CONSTANTS = 4 * WEIGHTS // 256
@@ -134,10 +150,7 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024, bias=False))
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_states_have_their_bits(name: str) -> None:
-    make = getattr(pytest.importorskip("bitsandbytes").optim, name)
-
+def with_two_layers(make: Callable[[Any], torch.optim.Optimizer]) -> CapturedTrial:
     def objective() -> None:
         model = two_layers().cuda()
         optimizer = make(model.parameters())
@@ -146,9 +159,23 @@ def test_states_have_their_bits(name: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    found = capture(objective, A100)
+    return capture(objective, A100)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_have_their_bits(name: str) -> None:
+    found = with_two_layers(getattr(pytest.importorskip("bitsandbytes").optim, name))
     assert held(found, StorageKind.OPTIMIZER_STATE) == STATES[name]
     assert (PAGED_STATES in found.graph.unmodelled) == name.startswith("Paged")
+
+
+@pytest.mark.parametrize(("name", "bits", "table"), [("AdamW8bit", 8, 256), ("AdamW4bit", 4, 16), ("AdamWFp8", 8, 0)])
+def test_states_of_torchao_have_their_bits(name: str, bits: int, table: int) -> None:
+    found = with_two_layers(getattr(pytest.importorskip("torchao.optim"), name))
+    constants = CONSTANTS * (2 if bits == 4 else 1)  # its blocks have 128 values
+    assert held(found, StorageKind.OPTIMIZER_STATE) == 2 * (WEIGHTS * bits // 8 + constants + 2 * 4 * table + 4 * BIAS)
+    whole = with_two_layers(torch.optim.AdamW).graph.peak_live_bytes - 2 * 4 * (WEIGHTS + BIAS)
+    assert found.graph.peak_live_bytes - held(found, StorageKind.OPTIMIZER_STATE) <= whole  # its compiled step has no temporaries
 
 
 @pytest.mark.parametrize("is_live", [True, False])

@@ -406,7 +406,9 @@ dist.destroy_process_group()
 """
 
 
-def test_world_size_is_stated_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_size_is_stated_for_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     peaks = []
     for words in (["--world-size", "8"], ["--world-size", "2"]):
@@ -415,6 +417,11 @@ def test_world_size_is_stated_for_a_script(tmp_path: Path, capsys: pytest.Captur
         assert f"rank 0 of {words[1]}: NCCL's buffers beyond those of an all-reduce are not counted" in document["unmodelled"][0]
         peaks.append(document["peak_memory_bytes"]["median"])
     assert peaks[0] < peaks[1]
+    for name, value in {"WORLD_SIZE": "16", "RANK": "15", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb", "--json", "--steps", "4"]) == 0
+    assert "rank 15 of 16" in json.loads(capsys.readouterr().out)["unmodelled"][0]
+    monkeypatch.undo()
     assert main(["dry-run", str(tmp_path / "train.py"), "--gpu", "a100-pcie-40gb"]) == 1
     assert "State their number: perfguard dry-run --world-size 8 train.py" in capsys.readouterr().err
 

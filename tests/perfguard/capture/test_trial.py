@@ -357,16 +357,17 @@ def test_a_step_of_a_gan_is_that_of_both_optimizers(num_critic_steps: int) -> No
     assert state == 2 * 4 * sum(p.numel() for model in (generator(), critic()) for p in model.parameters())
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for() -> None:
+@pytest.mark.parametrize(("number", "steps"), [(3200, (100, 300)), (160, (5, 15)), (224, (7, 21)), (640, (20, 60))])
+def test_an_optimizer_that_never_steps_is_not_waited_for(number: int, steps: tuple[int, int]) -> None:
     def objective() -> None:
         model, other = nn.Linear(20, 3).cuda(), nn.Linear(20, 3)
         torch.optim.SGD(other.parameters(), lr=0.1)
         spare = torch.optim.SGD(other.parameters(), lr=0.1)
-        fit(model, rows(3200), torch.optim.SGD(model.parameters(), lr=0.1), epochs=3)
+        fit(model, rows(number), torch.optim.SGD(model.parameters(), lr=0.1), epochs=3)
         del spare
 
     captured = capture(objective, A100)
-    assert (captured.steps_per_epoch, captured.steps) == (100, 300)
+    assert (captured.steps_per_epoch, captured.steps) == steps
     assert len([op for op in captured.graph.ops if op.phase is Phase.OPTIMIZER]) == 1
 
 
@@ -772,12 +773,36 @@ def test_an_optimizer_may_call_its_base_and_name_states_as_it_likes() -> None:
             self.state["shared"] = {"number": torch.zeros(3)}  # type: ignore[index]
             return super().step(closure)
 
-    def objective() -> None:
+    def objective(*, closes: bool) -> None:
         model = nn.Linear(20, 3).cuda()
-        fit(model, DataLoader(TensorDataset(torch.randn(200, 20), torch.zeros(200).long()), 50), Named(model.parameters()))
+        optimizer = Named(model.parameters())
+        for x, y in itertools.chain(*[rows(200, 50)] * 2):
 
-    captured = capture(objective, A100)
-    assert (captured.steps, captured.graph.kinds >= {"matmul"}) == (8, True)
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x.cuda()), y.cuda())
+                loss.backward()
+                return loss
+
+            if not closes:
+                closure()
+            optimizer.step(closure if closes else None)
+
+    for closes in (True, False):
+        captured = capture(partial(objective, closes=closes), A100)
+        assert (captured.steps, captured.num_optimizers, captured.graph.kinds >= {"matmul"}) == (8, 1, True)
+
+
+def test_a_step_that_raises_an_error_has_ended() -> None:
+    def objective() -> None:
+        weight = torch.zeros(1000, device="cuda", requires_grad=True)
+        optimizer = torch.optim.SGD([weight])
+        for number, (x, _) in enumerate(rows()):
+            weight.grad = torch.ones(10, device="cuda").sum() * weight.detach() * x.cuda().mean()
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step((lambda: 1 / 0) if number == 0 else None)
+
+    assert capture(objective, A100).steps == 9
 
 
 def test_shapes_on_meta_take_no_memory_and_marks_for_a_profiler_cost_nothing() -> None:
@@ -798,6 +823,25 @@ def test_shapes_on_meta_take_no_memory_and_marks_for_a_profiler_cost_nothing() -
 
     plain, marked = (capture(lambda: objective(marks=marks), A100).graph for marks in (False, True))  # noqa: B023
     assert marked.peak_live_bytes == plain.peak_live_bytes
+
+
+def test_a_model_made_on_meta_takes_memory_once_it_is_made_of_that() -> None:
+    make = {
+        "plain": lambda: nn.Linear(20, 3),
+        "skipped": lambda: torch.nn.utils.skip_init(nn.Linear, 20, 3),
+        "on the host": lambda: nn.Linear(20, 3, device="meta").to_empty(device="cpu"),
+    }
+    held = {}
+    for name, made in make.items():
+
+        def objective(made: Any = made) -> None:
+            model = made().cuda()
+            fit(model, rows(), torch.optim.SGD(model.parameters()))
+
+        graph = capture(objective, A100).graph
+        held[name] = graph.live_bytes_of(StorageKind.PARAMETER)[0], graph.peak_live_bytes
+    assert set(held.values()) == {held["plain"]}
+    assert held["plain"][0] == 4 * 63
 
 
 def test_batches_that_are_cut_by_hand_have_a_steady_step_however_slow() -> None:

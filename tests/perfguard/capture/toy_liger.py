@@ -1,0 +1,67 @@
+"""A small Llama with Liger's kernels, with real tensors on the CPU.
+
+It prints the peak of a step in bytes, by PyTorch's tracker:
+
+    python -m tests.perfguard.capture.toy_liger
+
+The kernels, which allocate nothing, are not run: Triton's interpreter (3.9) knows no floats as arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+VOCABULARY, TOKENS = 1024, 64
+
+
+def train(around: Callable[..., AbstractContextManager[Any]] = lambda *_: nullcontext()) -> None:
+    """Train on the CPU for some steps, each of them within ``around(model, optimizer)``."""
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False)
+    config._attn_implementation = "eager"
+    model: Any = transformers.LlamaForCausalLM(config)
+    importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    tokens = torch.randint(0, VOCABULARY, (4, TOKENS))
+    for _ in range(4):
+        with around(model, optimizer):
+            optimizer.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+
+
+def real_bytes() -> int:
+    """Peak of a step, in a process of its own."""
+    command = [sys.executable, "-m", __spec__.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def main() -> None:
+    """Train, and print the peak of the last step."""
+    importlib.import_module("triton.runtime.jit").JITFunction.run = lambda *_, **__: None
+    tracker: Any = None
+
+    def tracked(model: Any, optimizer: Any) -> Any:
+        nonlocal tracker
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        return tracker
+
+    train(tracked)
+    print(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+if __name__ == "__main__":
+    main()
