@@ -1,4 +1,4 @@
-"""Every model of ONNX's own backend test suite is read."""
+"""Models of ONNX's own backend test suite are read."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def bound(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("every", [15, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("every", [15, pytest.param(4, marks=pytest.mark.slow)])
 def test_files_of_the_suite_are_read(every: int) -> None:
-    """A sample, since each is read in a process of its own."""
+    """A sample, since each is read in a process of its own. All were when this was written."""
     files = suite_files()
     assert len(files) > 100
     for path in files[::every]:
@@ -49,10 +49,10 @@ def test_files_of_the_suite_are_read(every: int) -> None:
 
 @pytest.mark.slow
 def test_operators_of_the_suite_are_read(tmp_path: Path) -> None:
-    """A sample of about two hundred: each is read in a process of its own. All were when this was written."""
+    """A sample of about seventy: each is read in a process of its own. All were when this was written."""
     path = tmp_path / "model.onnx"
     models = list(node_models())
     assert len(models) > 1500
-    for name, model in models[::8]:
+    for name, model in models[::24]:
         path.write_bytes(model.SerializeToString())
         assert graph_from_onnx(path, dims=bound(model)).flops >= 0, name
