@@ -299,6 +299,10 @@ class CapturingBuild(Protocol):
         """Return what the objective would run with ``params``."""
         ...
 
+    def afford(self, trial_s: float) -> None:
+        """Learn that a trial took ``trial_s`` seconds: a dry run may take a share of that."""
+        ...
+
 
 AnyBuild = Build | CapturingBuild
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.study import StudyDirection
+from optuna.trial import TrialState
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.exceptions import CaptureError
@@ -58,6 +59,8 @@ class ObjectiveBuild(DryRuns):
         """
 
         _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
+        finished = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        self.afford(max((known.duration.total_seconds() for known in finished if known.duration is not None), default=0.0))
         return self.capture(lambda name, distribution: _answer(name, trial._suggest(name, distribution), distribution))
 
 

@@ -245,7 +245,10 @@ class Ledger:
                 "with @perfguard_ray.measured.",
             )
         try:
-            self.guard.learn(entry.decision, self.measurement(entry, status, note))
+            measurement = self.measurement(entry, status, note)
+            if isinstance(self.build, CapturingBuild):
+                self.build.afford(measurement.total_time_s)
+            self.guard.learn(entry.decision, measurement)
             self.num_ended += 1
         except Exception as error:
             self.warn_once(

@@ -63,7 +63,7 @@ class DryRuns:
     Args:
         objective: is called in the child as ``objective(ask)``.
         device: the guarded device.
-        most_seconds: how long a dry run may take, and ten times as long as the longest so far.
+        most_seconds: how long a dry run may take, and ten times as long as the longest so far. See :meth:`afford`.
         most_bytes: the most host memory that a dry run may take beyond what this process has.
         most_failed: dry runs that fail in a row before no more are made.
         spares: give all batches for a while. Without, the steps of a trial may not be seen.
@@ -131,6 +131,10 @@ class DryRuns:
             with suppress(ChildProcessError):
                 os.waitpid(self._server, 0)
             self._pipe, self._server = None, 0
+
+    def afford(self, trial_s: float, *, share: float = 0.05) -> None:
+        """Let a dry run take a ``share`` of a trial of ``trial_s`` seconds. Who trains for hours may set up for minutes."""
+        self._most_seconds = max(self._most_seconds, share * trial_s)
 
     def capture(self, answer: Callable[..., Answer], params: Mapping[str, Any] | None = None) -> CapturedTrial:
         """Return what the trial would run whose parameters ``answer(*question)`` knows.

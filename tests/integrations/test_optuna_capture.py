@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +48,32 @@ def captured(objective: Objective, device: Device = A100, directions: Sequence[A
     build = ObjectiveBuild(objective, device, study.directions)
     try:
         return build.ask(study.ask())
+    finally:
+        build.close()
+
+
+def test_dry_run_may_take_a_share_of_a_trial() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 1, 100)
+        time.sleep(1.5)  # it sets up
+        model = nn.Linear(20, width).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(8, 20, device="cuda")).sum().backward()
+            optimizer.step()
+        return 0.0
+
+    study = study_of()
+    build = ObjectiveBuild(objective, A100, study.directions)
+    build._most_seconds = 0.5
+    try:
+        with pytest.raises(CaptureError, match=r"did not end within 0\.5 s"):
+            build.ask(study.ask())
+        ended = datetime.now()
+        long = optuna.create_trial(value=0.0)
+        long.datetime_start, long.datetime_complete = ended - timedelta(minutes=5), ended
+        study.add_trial(long)
+        assert build.ask(study.ask()).steps == 3
     finally:
         build.close()
 

@@ -1,6 +1,6 @@
 """Parameter-efficient and quantized fine-tuning in dry runs: what has a gradient, a state, and how many bytes it takes.
 
-Not in the development environment: pip install bitsandbytes datasets liger-kernel torchao trl
+bitsandbytes, datasets and TRL are not in the development environment: pip install bitsandbytes datasets trl
 """
 
 from __future__ import annotations
