@@ -275,6 +275,32 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
     return func.namespace == "c10d" or (func.namespace == "_c10d_functional" and "group_name" in named)
 
 
+def run_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that treats lists element by element, as an optimizer does, on shards that lie alike.
+
+    DTensor itself would work out the placement of each element from all the others: half of the dry run, for hundreds of them.
+
+    Returns:
+        What it returns. NotImplemented: it is none, or they do not lie alike.
+    """
+    from torch.distributed.tensor import DTensor
+
+    name = func._schema.name
+    if not name.startswith("aten::_foreach_") or name.endswith(("norm", "max")):
+        return NotImplemented
+    lists: list[Any] = [arg for arg in args if type(arg) in (list, tuple) and isinstance(arg[0], torch.Tensor)]
+    for alike in zip(*lists, strict=True):
+        if not all(isinstance(x, DTensor) and x.placements == alike[0].placements for x in alike):
+            return NotImplemented
+        if any(placement.is_partial() for placement in alike[0].placements):
+            return NotImplemented
+    # Not `to_local` and `from_local`: these make a view for each tensor.
+    out = func(*([x._local_tensor for x in arg] if any(arg is one for one in lists) else arg for arg in args), **kwargs)
+    if out is None:  # in place
+        return None
+    return [DTensor(part, x._spec, requires_grad=False) for part, x in zip(out, lists[0], strict=True)]
+
+
 def run_collective(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a collective. DDP's reducer asks its work for the tensors, which a fake work does not have."""
     with recorder.with_attributes(ranks=_ranks_in(args)):

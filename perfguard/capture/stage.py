@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
-from perfguard.capture.ranks import is_collective, run_collective
+from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
@@ -110,7 +110,8 @@ class HostTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types_ and any(hasattr(kind, "__tensor_flatten__") for kind in types_):
-            return NotImplemented  # a DTensor calls back with the part of this process, a quantized tensor with its codes
+            # Otherwise a DTensor calls back with the part of this process, and a quantized tensor with its codes.
+            return run_foreach(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():  # what is asked of a tensor here is not the user's, as in the recorder
             return self._run(func, args, kwargs or {})
 
