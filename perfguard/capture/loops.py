@@ -134,6 +134,10 @@ class Generations:
         replace(utils.GenerationMixin, "_has_unfinished_sequences", self._going_on)
         replace(utils.StoppingCriteriaList, "__call__", self._counting_tokens)
 
+    def are_cut(self, begin: int, end: int) -> bool:
+        """Whether a loop that lacks tokens begins between two numbers of operators."""
+        return any(loop.num_missing and begin <= loop.begins_at[0] < end for loop in self.loops if loop.begins_at)
+
     def _generating(self, own: Any) -> Any:
         @functools.wraps(own)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
-from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.graph.selections import GENERATED, GROUPED_PRODUCTS
 from perfguard.graph.trace import tracing, unmodelled
 from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside, random_numbers_kept
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
@@ -455,6 +455,7 @@ class _Watch:
                 *self._ranks.unmodelled(self._roots.values()),
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
+                *((GENERATED,) if mode == "train" and self.generations.are_cut(begin, end) else ()),
                 *((PAGED_STATES,) if self._has_paged_states else ()),
                 *((HOST_OPTIMIZER,) if self._steps_on_host else ()),
             ),

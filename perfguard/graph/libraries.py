@@ -1,10 +1,10 @@
-"""Libraries for fine-tuning, on meta as on a GPU: Triton's kernels (Liger), bitsandbytes, torchao's optimizers, TRL's loss.
+"""Libraries for fine-tuning, on meta as on a GPU: Triton's kernels (Liger), bitsandbytes, torchao's optimizers, TRL.
 
 What calls a kernel of Triton makes its outputs first, so the kernel itself is one operator that is not run.
 
 Most operators of bitsandbytes know their shapes on meta. What is here replaces those that do not, and those that are several
 kernels on a GPU (bitsandbytes 0.50: `backends/cuda/ops.py`, `backends/default/ops.py`; torchao 0.18: `optim/adam.py`; TRL 1.16:
-`kernels/chunked_logprob.py`).
+`kernels/chunked_logprob.py`, `trainer/grpo_trainer.py`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def libraries_on_meta(replace: Replace) -> None:
     _triton_on_meta(replace)
     _bitsandbytes_on_meta(replace)
     _torchao_on_meta(replace)
+    _grpo_on_meta(replace)
 
 
 def _triton_on_meta(replace: Replace) -> None:
@@ -105,6 +106,14 @@ def _torchao_on_meta(replace: Replace) -> None:
     adam = sys.modules.get("torchao.optim.adam")
     if adam is not None and not hasattr(adam.single_param_adam, "__wrapped__"):
         replace(adam, "single_param_adam", _in_one_kernel)
+
+
+def _grpo_on_meta(replace: Replace) -> None:
+    """Let GRPO train on completions of the most tokens, if it is imported. It cuts them where they end, which is a value."""
+    grpo = sys.modules.get("trl.trainer.grpo_trainer")
+    trainer = getattr(grpo, "GRPOTrainer", None)
+    if trainer is not None and not hasattr(trainer._generate_single_turn, "__wrapped__"):
+        replace(trainer, "_generate_single_turn", _completing)
 
 
 def trl_on_meta(replace: Replace) -> None:
@@ -160,6 +169,15 @@ def _in_one_kernel(own: Any) -> Any:
         torch.ops.perfguard.fused_optimizer_(tensors_in([parameter]), tensors_in([gradient]), inner)
 
     return single_param_adam
+
+
+def _completing(own: Any) -> Any:
+    @functools.wraps(own)
+    def _generate_single_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        completions, *others = own(self, *args, **kwargs)
+        return [[0] * self.max_completion_length for _ in completions], *others
+
+    return _generate_single_turn
 
 
 def _quantizing(own: Any) -> Any:

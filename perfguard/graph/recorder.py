@@ -227,7 +227,9 @@ class Recorder(TorchDispatchMode):
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
         if func is torch.ops.aten.index.Tensor and any(map(is_mask, args[1])):
+            self.selections.are_few = args[0].numel() < 100
             args = args[0], self._without_masks(args[1])
+            self.selections.are_few = False
         out = self.selections.outputs_of(func, args)
         if out is NotImplemented:
             out = outputs_of(func, args, kwargs)

@@ -33,6 +33,7 @@ aten = torch.ops.aten
 EVEN_CHOICES = "experts and other choices by index: tokens are assumed to be spread evenly"
 HALF_CHOSEN = "selections whose size depends on the data: half of the elements is assumed"
 GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
+GENERATED = "text generated within a step: the time of its first tokens alone is counted"
 """Entries in a graph's ``unmodelled``. A grouped product has the same bytes for any spread."""
 _ARG = ("argmax", "argmin")
 _KEEPING = ("clone", "_to_copy", "index", "index_select", "gather", "mul", "bitwise_and", "logical_and")
@@ -66,6 +67,8 @@ class Selections:
         """Texts for the graph's ``unmodelled``, in the order of the selections."""
         self.are_read = True
         """False while positions only select: no loop reads them."""
+        self.are_few = False
+        """Whether they select of fewer elements than change any memory or time, as a metric does."""
 
     def outputs_of(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
         """The output of the operator ``func`` if its size depends on values, else NotImplemented."""
@@ -133,7 +136,7 @@ class Selections:
 
     def _expected(self, mask: torch.Tensor, shape: Sequence[int]) -> int:
         known = self._known(mask)
-        if known.kind != "given":
+        if known.kind != "given" and not self.are_few:
             self.assumed[EVEN_CHOICES if self._is_known(mask) else HALF_CHOSEN] = None
         return math.ceil(math.prod(shape) * known.share)
 
@@ -169,11 +172,12 @@ def has_assumed_sizes(graph: OpGraph) -> bool:
 def assumed_log_sigma(graph: OpGraph, target: str) -> float:
     """Standard deviation of log("memory" or "time") that the assumptions about the data add to a prediction of ``graph``."""
     # Guesses. Half: with a probability of 90% the step needs between half and twice as much. An even spread: only the size of the
-    # largest expert is unknown. A grouped product has the same bytes for any spread.
+    # largest expert is unknown. A grouped product has the same bytes for any spread. Generated text may take ten times as long.
     log_sigmas = {
         EVEN_CHOICES: {"memory": 0.15, "time": 0.1},
         HALF_CHOSEN: {"memory": 0.42, "time": 0.42},
         GROUPED_PRODUCTS: {"memory": 0.0, "time": 0.1},
+        GENERATED: {"memory": 0.0, "time": 1.4},
     }
     return math.hypot(*(log_sigmas[text][target] for text in graph.unmodelled if text in log_sigmas))
 

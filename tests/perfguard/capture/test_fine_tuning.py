@@ -22,8 +22,10 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TraceError
 from perfguard.graph import StorageKind, trace
 from perfguard.graph.libraries import PAGED_STATES, TRITON
+from perfguard.graph.selections import GENERATED
 from perfguard.workload import CapturedTrial, Workload
 from tests.perfguard.capture import toy_liger
+from tests.perfguard.capture.toy_allocated import begins, peak_of_last_step
 from tests.perfguard.capture.toy_ranks import in_a_child
 
 peft = pytest.importorskip("peft")
@@ -316,14 +318,44 @@ def test_optimizer_is_the_one_that_the_trainer_makes(tmp_path: Path) -> None:
 # --- TRL ------------------------------------------------------------------------------------------------------------------------
 
 
+def words() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    known = {"<pad>": 0, "<eos>": 1, **{f"w{number}": 2 + number for number in range(400)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+class Begins(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        begins()
+
+
+def test_grpo_trains_on_the_longest_completions(tmp_path: Path) -> None:
+    trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
+    prompts = datasets.Dataset.from_dict({"prompt": [" ".join(f"w{number}" for number in range(16))] * 64})
+
+    def train(**options: Any) -> None:
+        arguments = trl.GRPOConfig(
+            per_device_train_batch_size=8, num_generations=4, max_completion_length=64, bf16=False, num_train_epochs=1,
+            **quiet(tmp_path) | {"use_cpu": True}, **options,
+        )  # fmt: skip
+        trl.GRPOTrainer(
+            llama(), lambda completions, **_: [float(len(text)) for text in completions], arguments, prompts,
+            processing_class=words(), callbacks=[Begins()],
+        ).train()  # fmt: skip
+
+    found = in_a_child(train, "cpu")
+    assert found.steps == 64 * 4 // 8
+    assert found.graph.unmodelled == (GENERATED,)
+    really = peak_of_last_step(lambda: train(max_steps=4, generation_kwargs={"min_new_tokens": 64}))
+    assert found.graph.peak_live_bytes == pytest.approx(really, rel=0.01)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_sft_trainer_keeps_a_tile_of_logits(packing: bool, tmp_path: Path) -> None:
     # The tile is as wide as 32,768 words whatever the vocabulary. Triton's kernels make no copies of it.
-    trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": 2 + number for number in range(400)}}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    processing = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
     texts = datasets.Dataset.from_dict({"text": [" ".join(f"w{number}" for number in range(32))] * 64})
 
     def objective() -> None:
@@ -337,7 +369,7 @@ def test_sft_trainer_keeps_a_tile_of_logits(packing: bool, tmp_path: Path) -> No
             args=options,
             train_dataset=texts,
             eval_dataset=texts,
-            processing_class=processing,
+            processing_class=words(),
             peft_config=adapters,
         ).train()
 

@@ -12,6 +12,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,6 +34,24 @@ def allocated_bytes(way: str, world_size: int) -> int:
     return int(done.stdout.split()[-1])
 
 
+def begins(*_: Any) -> Any:
+    """Call it before each step."""
+    gc.collect()
+    with torch.profiler.record_function("a step begins"):
+        return nullcontext()
+
+
+def peak_of_last_step(run: Callable[[], object]) -> int:
+    """What the CPU's allocator has given out at the most since the last call of :func:`begins`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        live += event.nbytes() if event.name() == "[memory]" else 0
+        peak = live if event.name() == "a step begins" else max(peak, live)
+    return peak
+
+
 def main() -> None:
     """Train, and print the peak of the last step."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
@@ -40,22 +59,14 @@ def main() -> None:
     way, world_size = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("fake", rank=0, world_size=world_size)
 
-    def begins(*_: Any) -> Any:
-        gc.collect()
-        with torch.profiler.record_function("a step begins"):
-            return nullcontext()
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    def run() -> None:
         if way in toy_deepspeed.ZERO:
             toy_deepspeed.train(toy_deepspeed.ZERO[way], begins=begins)
         else:
             as_on_a_gpu = functools.partial(torch.optim.AdamW, foreach=True)
             train(WAYS[way]("cpu"), "cpu", make_optimizer=OPTIMIZERS.get(way, as_on_a_gpu), around=begins)
-    live = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        live += event.nbytes() if event.name() == "[memory]" else 0
-        peak = live if event.name() == "a step begins" else max(peak, live)
-    print(peak)
+
+    print(peak_of_last_step(run))
 
 
 if __name__ == "__main__":
