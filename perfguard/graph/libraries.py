@@ -109,11 +109,11 @@ def _torchao_on_meta(replace: Replace) -> None:
 
 
 def _grpo_on_meta(replace: Replace) -> None:
-    """Let GRPO train on completions of the most tokens, if it is imported. It cuts them where they end, which is a value."""
-    grpo = sys.modules.get("trl.trainer.grpo_trainer")
-    trainer = getattr(grpo, "GRPOTrainer", None)
-    if trainer is not None and not hasattr(trainer._generate_single_turn, "__wrapped__"):
-        replace(trainer, "_generate_single_turn", _completing)
+    """Let GRPO and RLOO train on completions of the most tokens, if they are imported. They cut them at their ends, a value."""
+    for name in ("grpo", "rloo"):
+        trainer = getattr(sys.modules.get(f"trl.trainer.{name}_trainer"), f"{name.upper()}Trainer", None)
+        if trainer is not None and not hasattr(trainer._generate_single_turn, "__wrapped__"):
+            replace(trainer, "_generate_single_turn", _completing)
 
 
 def trl_on_meta(replace: Replace) -> None:
@@ -174,8 +174,10 @@ def _in_one_kernel(own: Any) -> Any:
 def _completing(own: Any) -> Any:
     @functools.wraps(own)
     def _generate_single_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        completions, *others = own(self, *args, **kwargs)
-        return [[0] * self.max_completion_length for _ in completions], *others
+        found = own(self, *args, **kwargs)
+        is_alone = type(found) is list  # RLOO's
+        longest = [[0] * self.max_completion_length for _ in (found if is_alone else found[0])]
+        return longest if is_alone else (longest, *found[1:])
 
     return _generate_single_turn
 

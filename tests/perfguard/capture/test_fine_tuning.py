@@ -331,16 +331,17 @@ class Begins(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         begins()
 
 
-def test_grpo_trains_on_the_longest_completions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_model_trains_on_the_longest_completions(name: str, tmp_path: Path) -> None:
     trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
     prompts = datasets.Dataset.from_dict({"prompt": [" ".join(f"w{number}" for number in range(16))] * 64})
 
     def train(**options: Any) -> None:
-        arguments = trl.GRPOConfig(
-            per_device_train_batch_size=8, num_generations=4, max_completion_length=64, bf16=False, num_train_epochs=1,
+        arguments = getattr(trl, f"{name}Config")(
+            beta=0.0, per_device_train_batch_size=8, num_generations=4, max_completion_length=64, bf16=False, num_train_epochs=1,
             **quiet(tmp_path) | {"use_cpu": True}, **options,
         )  # fmt: skip
-        trl.GRPOTrainer(
+        getattr(trl, f"{name}Trainer")(
             llama(), lambda completions, **_: [float(len(text)) for text in completions], arguments, prompts,
             processing_class=words(), callbacks=[Begins()],
         ).train()  # fmt: skip

@@ -43,6 +43,7 @@ def begins(*_: Any) -> Any:
 
 def peak_of_last_step(run: Callable[[], object]) -> int:
     """What the CPU's allocator has given out at the most since the last call of :func:`begins`."""
+    gc.collect()  # what dies later must have been born later
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     live = peak = 0
