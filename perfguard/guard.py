@@ -247,9 +247,10 @@ class Guard:
         return self._traces.trace(workload, target=self.device)
 
     def with_steps(self, workload: AnyWorkload, params: Mapping[str, Any]) -> AnyWorkload:
-        """Return ``workload`` with the steps that ``epochs`` makes of those of an epoch, if it does not know its own."""
+        """Return ``workload`` with the steps that ``epochs`` makes of those of an epoch, unless the user has stated its steps."""
         epochs = params.get(self.epochs) if isinstance(self.epochs, str) else self.epochs
-        if epochs is None or workload.steps is not None or workload.steps_per_epoch is None:
+        is_stated = workload.steps is not None and not isinstance(workload, CapturedTrial)
+        if epochs is None or is_stated or workload.steps_per_epoch is None:
             return workload
         return replace(workload, steps=max(1, round(epochs * workload.steps_per_epoch)))
 

@@ -67,6 +67,8 @@ class Loaders:
         self._used: list[int] = []
         """Batches that each step has used."""
         self._num_steps = 0
+        self._stated_steps = 0.0
+        """Steps of the trial, as trainers state them. 0: none does. Infinite: they may stop at any step."""
         self._num_epochs = 0
         self._num_unfed = 0
         """Steps since a loader has given a batch."""
@@ -172,6 +174,10 @@ class Loaders:
         for latest in self._passes.values():
             latest.num_used = 0
 
+    def state_steps(self, number: float | None) -> None:
+        """Note how many steps a trainer will make. None: it may stop early."""
+        self._stated_steps += math.inf if number is None else number
+
     def end_step(self, num_steps: int) -> None:
         """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop."""
         self._num_steps = num_steps
@@ -197,7 +203,9 @@ class Loaders:
             self._spared_until = time.monotonic() + self._seconds_spared
 
     def _end_first_epoch(self, num_steps: int) -> None:
-        self._steps_of_first = None if self._was_cut else max(0, num_steps - bool(self.longest))
+        most = self._steps_of_whole()
+        is_longer = bool(self.longest) and (most is None or num_steps > most)  # a trainer that counts makes no step more
+        self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer)
 
     @property
     def _batches_per_step(self) -> int:
@@ -220,6 +228,8 @@ class Loaders:
         if is_over and self._num_epochs == 1:
             self._end_first_epoch(self._num_steps)
         per_epoch = self._steps_per_epoch()
+        if self._stated_steps:
+            return per_epoch, None if math.isinf(self._stated_steps) else max(int(self._stated_steps), self._num_steps)
         if not is_over:
             return per_epoch, None
         left = not self._feeding.has_ended  # by `break` or `return`, so whoever counted has counted the steps of the dry run
@@ -234,9 +244,13 @@ class Loaders:
             return None
         if self._steps_of_first and not self._counts_steps:
             return self._steps_of_first
+        return self._steps_of_whole()
+
+    def _steps_of_whole(self) -> int | None:
+        """Steps that all batches of the loader make. None: it streams."""
         try:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
-        except (TypeError, NotImplementedError):  # it streams
+        except (TypeError, NotImplementedError):
             return None
 
 

@@ -34,6 +34,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
+from perfguard.capture.trainers import follow_trainers
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
@@ -42,6 +43,7 @@ from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
 
 if TYPE_CHECKING:
+    from perfguard.capture.loaders import Loaders
     from perfguard.capture.loops import Generations
     from perfguard.devices import Device
 
@@ -97,6 +99,11 @@ class HostTensors(TorchDispatchMode):
         self.recorder.index_of(twin, name="torch.load")
         return twin
 
+    def is_true(self, tensor: torch.Tensor) -> bool:
+        """Whether all values of ``tensor`` are known to be true."""
+        _, source = self._sources.get(tensor.untyped_storage(), (None, None))
+        return source is not None and source.dtype is torch.bool and not tensor._version and bool(source.all())
+
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the host reads of a tensor on the device: labels and sizes are read back."""
         with _disable_current_modes():
@@ -126,7 +133,7 @@ class HostTensors(TorchDispatchMode):
             return run_collective(self.recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.values_of(args[0]).item()
-        if func is aten.equal.default:
+        if func in (aten.equal.default, aten.allclose.default):
             return False
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
             return self.values_of(args[0]).to(kwargs.get("dtype") or args[0].dtype)
@@ -140,7 +147,7 @@ class HostTensors(TorchDispatchMode):
         if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
             parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
             func, args, kwargs = torch.ops.perfguard.fused_optimizer_, (parameters, gradients, [*itertools.chain(*state)]), {}
-        if any(not tensor.is_meta and tensor.dim() for tensor in given):
+        if any(not tensor.is_meta and tensor.dim() for tensor in given) and func not in _READING_LENGTHS:
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
         if self.in_forward and self._unread:
             for tensor in tensors_in((args, kwargs)):
@@ -179,6 +186,9 @@ class HostTensors(TorchDispatchMode):
         if place not in views:
             views[place] = self._arrived(empty_twin(tensor))
         return views[place]
+
+
+_READING_LENGTHS = (aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)
 
 
 def _is_meta_device(device: Any) -> bool:
@@ -248,6 +258,9 @@ class Placement(TorchFunctionMode):
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
+        if on_meta and (func in _FINITE or (func in _ALL and self._host.is_true(source))):
+            with _disable_current_modes():  # a loss that is not finite is an exception
+                self._host.remember(out, torch.ones((), dtype=torch.bool).expand(out.shape))
         if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
             with _disable_current_modes():
                 self._host.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
@@ -271,6 +284,7 @@ _BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(fu
 """What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
+_FINITE, _ALL = {torch.isfinite, torch.Tensor.isfinite}, {torch.all, torch.Tensor.all}
 _IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""
@@ -312,15 +326,12 @@ def _refuse_quantized(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(
-    device: Device, loaded: Callable[[Any, LoaderEvent], Any], host: HostTensors, generations: Generations
-) -> Iterator[None]:
+def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Generations) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
         device: the guarded device.
-        loaded: is called as ``loaded(loader, event)`` when a DataLoader begins, is asked for a batch, gave it, or has ended. When
-            the loader is asked, it may raise StopIteration, or return another batch.
+        loaders: follow each DataLoader as it begins, is asked for a batch, gave it, or has ended.
         host: learns what `torch.load` puts on the device, and when a model leaves it.
         generations: follows how text is generated.
     """
@@ -333,10 +344,12 @@ def staged(
         replace(nn.Module, "register_buffer", _registering_on_meta)
         replace(nn.Module, "_apply", lambda own: _staying_on_meta(own, host))
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
-            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device, generations))
-        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded, replace))
-        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
+            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device, generations, loaders))
+        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
+        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load))
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
+        replace(torch, "Generator", _of_the_host)
+        replace(torch.distributions.Distribution, "_validate_args", lambda _: False)  # of values, all of which would be 0
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
         for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as the device picks them
             module = __import__(name, fromlist=[""])
@@ -398,66 +411,23 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
     return _apply
 
 
-def _using_libraries(own: Any, replace: Replace, device: Device, generations: Generations) -> Any:
+def _using_libraries(own: Any, replace: Replace, device: Device, generations: Generations, loaders: Loaders) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         libraries_on_meta(replace)
         generations.follow(replace)
         if device.kind == "cuda":
             trl_on_meta(replace)
+        follow_trainers(replace, loaders)
         own(self, *args, **kwargs)
 
     return __init__
 
 
-def _evaluate_after_cut_epochs(replace: Replace) -> None:
-    """Let trainers evaluate after an epoch that was cut short: they count batches or steps to know when.
-
-    Lightning 2.6 validates after each epoch. Transformers' Trainer (5.24) does so once where it counts steps, so that a stopping
-    criterion, which sees zeros, stops no trial.
-    """
-    callbacks = sys.modules.get("transformers.trainer_callback")
-    flow = getattr(callbacks, "DefaultFlowCallback", None)
-    if flow is not None and not hasattr(flow.on_epoch_end, "__wrapped__"):
-        replace(flow, "on_epoch_end", _evaluating_once)
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        loops = sys.modules.get(f"{package}.loops.training_epoch_loop")
-        loop = getattr(loops, "_TrainingEpochLoop", None)
-        if loop is not None and not hasattr(loop.run, "__wrapped__"):
-            replace(loop, "run", _running_validation)
-
-
-def _evaluating_once(own: Any) -> Any:
-    evaluated: list[bool] = []
-
-    @functools.wraps(own)
-    def on_epoch_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        control = own(self, args, state, control, **kwargs)
-        if args.eval_strategy == "steps" and not evaluated:
-            evaluated.append(True)
-            control.should_evaluate = True
-        return control
-
-    return on_epoch_end
-
-
-def _running_validation(own: Any) -> Any:
-    @functools.wraps(own)
-    def run(self: Any, fetcher: Any) -> None:
-        own(self, fetcher)
-        if self.batch_idx + 1 < self.trainer.num_training_batches and self._should_check_val_epoch():
-            self.trainer.validating = True
-            self.val_loop.run()
-            self.trainer.training = True
-
-    return run
-
-
-def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any], replace: Replace) -> Any:
+def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
     """A dry run reads few batches, so no worker is started for them."""
 
     def __iter__(self: Any) -> Any:
-        _evaluate_after_cut_epochs(replace)
         loaded(self, "begins")
         changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
         before = {name: getattr(self, name) for name in changed}
@@ -519,6 +489,20 @@ def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_
             return tree_map_only(torch.Tensor, place, own(f, **{**kwargs, "map_location": note}))
 
     return load
+
+
+def _of_the_host(own: Any) -> Any:
+    """A generator of random numbers is one of the host: there are none on meta."""
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, own)
+
+    class Generator(metaclass=Kind):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return own()
+
+    return Generator
 
 
 def _stepping_always(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:

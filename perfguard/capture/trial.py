@@ -79,7 +79,7 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(tracing(target, makes_on=None))
-        stack.enter_context(staged(device, watch.loaders.load, watch.host, watch.generations))
+        stack.enter_context(staged(device, watch.loaders, watch.host, watch.generations))
         watch.enter(stack)
         try:
             run()
@@ -489,7 +489,7 @@ def cut_step(
     for index, life in enumerate(lives):
         kind, name = lasting.get(index, (life.kind, life.name))
         birth, death = life.birth - begin, math.inf if life.death is None else life.death - begin
-        if index in place:
+        if index in place and birth <= 0:  # one that is assigned later, as by `parameter.data = ...`, is not there before
             rows.append(((0, place[index]), index, Storage(life.num_bytes, lasting[index][0], -1, number, name)))
         elif birth >= number or death < 0 or (birth < 0 and death < number and after is not None):
             continue

@@ -825,6 +825,63 @@ def test_shapes_on_meta_take_no_memory_and_marks_for_a_profiler_cost_nothing() -
     assert marked.peak_live_bytes == plain.peak_live_bytes
 
 
+def trained(
+    step: Callable[[nn.Module, torch.Tensor], torch.Tensor], make: Callable[[], nn.Module] = lambda: nn.Linear(20, 3)
+) -> None:
+    """Ten steps."""
+    model = make().cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for x, _ in rows():
+        optimizer.zero_grad()
+        loss = step(model, x.cuda())
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if torch.isfinite(loss) and all(torch.isfinite(gradient).all() for gradient in gradients):
+            optimizer.step()
+
+
+def packs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.arange(1, 21).repeat(2)[: len(x)]
+    packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0])
+    return torch.mean(padded)
+
+
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [
+        (lambda model, x: torch.distributions.Categorical(logits=model(x)).entropy().mean(), lambda: nn.Linear(20, 3)),
+        (lambda model, x: torch.distributions.Normal(model(x), 1.0).log_prob(x[:, :3]).mean(), lambda: nn.Linear(20, 3)),
+        (lambda model, x: model(x).mean() * torch.bincount(x[:, 0].long(), minlength=3).sum(), lambda: nn.Linear(20, 3)),
+        (
+            lambda model, x: model(torch.rand(x.shape, generator=torch.Generator(x.device), device=x.device)).mean(),
+            lambda: nn.Linear(20, 3),
+        ),
+        (packs, lambda: nn.LSTM(1, 8, batch_first=True)),
+    ],
+    ids=["categorical", "normal", "bincount", "generator", "packed"],
+)
+def test_what_asks_for_values_is_answered(step: Any, make: Any) -> None:
+    """Each once ended the dry run."""
+    captured = capture(lambda: trained(step, make), A100)
+    assert (captured.steps, captured.unseen) == (10, "")
+
+
+def test_a_parameter_that_is_assigned_takes_memory_once() -> None:
+    def objective() -> None:
+        model = nn.Linear(1000, 1000).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for x in torch.randn(10, 32, 1000):
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+            model(x.cuda()).mean().backward()
+            optimizer.step()
+
+    peak = capture(objective, A100).graph.peak_live_bytes
+    assert 2 * 4_000_000 < peak < 2.3 * 4_000_000  # the old weights and the new, or weights and gradients
+
+
 def test_a_model_made_on_meta_takes_memory_once_it_is_made_of_that() -> None:
     make = {
         "plain": lambda: nn.Linear(20, 3),
