@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
+LBFGS = "LBFGS: its history and most of its closures depend on values, and are not counted"
+"""Entry in a graph's ``unmodelled``."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -133,6 +133,7 @@ class _Watch:
         self._compiled = False
         self._has_paged_states = False
         self._steps_on_host = False
+        self._has_lbfgs = False
         self._has_engine = False
         """Whether DeepSpeed trains."""
         self._open_steps: list[tuple[FrameType, torch.optim.Optimizer]] = []
@@ -259,6 +260,7 @@ class _Watch:
             state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
+        self._has_lbfgs |= isinstance(optimizer, torch.optim.LBFGS)
         hooked = sys._getframe(1)
         self._open_steps = [*itertools.takewhile(lambda step: step[0] is not hooked, self._open_steps)]
         if self._open_steps:
@@ -458,6 +460,7 @@ class _Watch:
                 *((GENERATED,) if mode == "train" and self.generations.are_cut(begin, end) else ()),
                 *((PAGED_STATES,) if self._has_paged_states else ()),
                 *((HOST_OPTIMIZER,) if self._steps_on_host else ()),
+                *((LBFGS,) if self._has_lbfgs else ()),
             ),
         )
 

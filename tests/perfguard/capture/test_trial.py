@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from perfguard.capture.trial import capture
+from perfguard.capture.trial import LBFGS, capture
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph import Phase, StorageKind, trace
@@ -389,6 +389,7 @@ def test_lbfgs_evaluates_its_closure_within_a_step() -> None:
     assert {op.phase for op in captured.graph.ops} == set(Phase)
     assert next(op.shape for op in captured.graph.ops if op.kind == "matmul") == (64, 1)
     assert (captured.steps, captured.steps_per_epoch) == (5, None)
+    assert captured.graph.unmodelled == (LBFGS,)
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "AveragedModel"])
