@@ -82,6 +82,10 @@ class Selections:
         if func is aten.masked_select.default and is_meta(args[1]):
             number = self._expected(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
             return torch.empty(number, dtype=args[0].dtype, device=META)
+        if (
+            func is aten.bincount.default and is_meta(args[0]) and len(args) == 3
+        ):  # who states a length, states that of all values
+            return torch.empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype, device=META)
         return NotImplemented
 
     def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:

@@ -161,11 +161,6 @@ def _sum(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, 
     return _empty(shape, x.dtype)
 
 
-def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """The largest value is not known. Whoever states a length, states that of all values."""
-    return NotImplemented if not minlength else _empty([minlength], torch.int64 if weights is None else weights.dtype)
-
-
 Rule = Callable[..., Any]
 SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.native_batch_norm.default: _batch_norm,
@@ -176,7 +171,6 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.sum.dim_IntList: _sum,
-    aten.bincount.default: _bincount,
     **dict.fromkeys((aten.gelu.default, aten.silu.default, aten.relu.default, aten.sqrt.default, aten.gelu_backward.default,
                      aten.silu_backward.default, aten.threshold_backward.default, aten.sigmoid_backward.default,
                      aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.add.Tensor, aten.mul.Tensor,
