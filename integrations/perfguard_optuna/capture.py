@@ -59,8 +59,9 @@ class ObjectiveBuild(DryRuns):
         """
 
         _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
-        finished = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        self.afford(max((known.duration.total_seconds() for known in finished if known.duration is not None), default=0.0))
+        if self._num_failed or not self._longest_s:  # the limit may have ended a dry run, or may end the first
+            finished = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            self.afford(max((known.duration.total_seconds() for known in finished if known.duration is not None), default=0.0))
         return self.capture(lambda name, distribution: _answer(name, trial._suggest(name, distribution), distribution))
 
 

@@ -37,6 +37,11 @@ GPUS_OF_A_NODE = 8
 """Unless LOCAL_WORLD_SIZE says another number: those of an NVIDIA DGX or HGX board."""
 
 
+def gpus_of_a_node() -> int:
+    """As many as LOCAL_WORLD_SIZE says."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE)), 1)
+
+
 def torchrun_variables(world_size: int, rank: int = 0, in_node: int = GPUS_OF_A_NODE) -> dict[str, str]:
     """Return what torchrun sets in the environment of one of ``world_size`` processes, on nodes of ``in_node`` GPUs or less."""
     in_node = min(world_size, in_node)
@@ -326,5 +331,5 @@ def _ranks_in(args: tuple[Any, ...]) -> tuple[int, int]:
     if type(group) is str:  # of a functional collective
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
     ranks = dist.get_process_group_ranks(group)
-    in_node = max(int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE)), 1)
+    in_node = gpus_of_a_node()
     return len(ranks), max(Counter(rank // in_node for rank in ranks).values())

@@ -99,11 +99,6 @@ class HostTensors(TorchDispatchMode):
         self.recorder.index_of(twin, name="torch.load")
         return twin
 
-    def is_true(self, tensor: torch.Tensor) -> bool:
-        """Whether all values of ``tensor`` are known to be true."""
-        _, source = self._sources.get(tensor.untyped_storage(), (None, None))
-        return source is not None and source.dtype is torch.bool and not tensor._version and bool(source.all())
-
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the host reads of a tensor on the device: labels and sizes are read back."""
         with _disable_current_modes():
@@ -131,8 +126,9 @@ class HostTensors(TorchDispatchMode):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
-        if func is aten._local_scalar_dense.default:
-            return self.values_of(args[0]).item()
+        if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):  # the others in inference mode
+            value = self.values_of(args[0]).item()
+            return bool(value) if func is aten.is_nonzero.default else value
         if func in (aten.equal.default, aten.allclose.default):
             return False
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
@@ -258,9 +254,10 @@ class Placement(TorchFunctionMode):
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
-        if on_meta and (func in _FINITE or (func in _ALL and self._host.is_true(source))):
-            with _disable_current_modes():  # a loss that is not finite is an exception
-                self._host.remember(out, torch.ones((), dtype=torch.bool).expand(out.shape))
+        if on_meta and func in _TESTS:  # that a loss is not finite is an exception
+            with _disable_current_modes():
+                if func in _FINITE or self._host.values_of(source).all():
+                    self._host.remember(out, torch.ones((), dtype=torch.bool).expand(out.shape))
         if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
             with _disable_current_modes():
                 self._host.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
@@ -284,7 +281,8 @@ _BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(fu
 """What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
-_FINITE, _ALL = {torch.isfinite, torch.Tensor.isfinite}, {torch.all, torch.Tensor.all}
+_FINITE = {torch.isfinite, torch.Tensor.isfinite}
+_TESTS = _FINITE | {torch.all, torch.Tensor.all}
 _IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""

@@ -131,9 +131,8 @@ class _Watch:
         self._precision = "fp32"
         self._channels_last = False
         self._compiled = False
-        self._has_paged_states = False
-        self._steps_on_host = False
-        self._has_lbfgs = False
+        self._unmodelled: set[str] = set()
+        """What the graph does not account for of the optimizers."""
         self._has_engine = False
         """Whether DeepSpeed trains."""
         self._open_steps: list[tuple[FrameType, torch.optim.Optimizer]] = []
@@ -230,7 +229,8 @@ class _Watch:
         self._open_steps = [*(step for step in self._open_steps if step[0] in running), (hooked, optimizer)]
         for parameter, state in optimizer.state.items():
             is_on_host = isinstance(parameter, torch.Tensor) and not parameter.is_meta
-            self._steps_on_host |= is_on_host and self._has_engine
+            if is_on_host and self._has_engine:
+                self._unmodelled.add(HOST_OPTIMIZER)
             for value in () if is_on_host else state.values():
                 if isinstance(value, torch.Tensor) and value.dim() and not value.is_meta:
                     replace_by_meta(value)
@@ -259,8 +259,10 @@ class _Watch:
         if self._has_engine:  # whose master weights are not the model's parameters
             state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
-        self._has_paged_states |= any(hasattr(value, "is_paged") for _, value in state)
-        self._has_lbfgs |= isinstance(optimizer, torch.optim.LBFGS)
+        if any(hasattr(value, "is_paged") for _, value in state):
+            self._unmodelled.add(PAGED_STATES)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._unmodelled.add(LBFGS)
         hooked = sys._getframe(1)
         self._open_steps = [*itertools.takewhile(lambda step: step[0] is not hooked, self._open_steps)]
         if self._open_steps:
@@ -458,9 +460,7 @@ class _Watch:
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
                 *((GENERATED,) if mode == "train" and self.generations.are_cut(begin, end) else ()),
-                *((PAGED_STATES,) if self._has_paged_states else ()),
-                *((HOST_OPTIMIZER,) if self._steps_on_host else ()),
-                *((LBFGS,) if self._has_lbfgs else ()),
+                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS) if text in self._unmodelled),
             ),
         )
 

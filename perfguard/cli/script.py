@@ -70,13 +70,13 @@ def _run(path: str, words: Sequence[str], world_size: int | None, asks: bool, as
     if asks:
         ask_for_setup(ask)
     if world_size is not None or {"WORLD_SIZE", "RANK"} <= os.environ.keys():
-        from perfguard.capture.ranks import GPUS_OF_A_NODE, torchrun_variables
+        from perfguard.capture.ranks import gpus_of_a_node, torchrun_variables
 
         if world_size is not None:
             os.environ |= torchrun_variables(world_size)
         else:  # whoever states these two need not state the others, which libraries ask for
-            in_node = int(os.environ.get("LOCAL_WORLD_SIZE", GPUS_OF_A_NODE))
-            os.environ |= torchrun_variables(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), in_node) | {**os.environ}
+            stated = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+            os.environ |= torchrun_variables(*stated, gpus_of_a_node()) | {**os.environ}
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGALRM, _stop)  # before the process is killed, which could not name the line

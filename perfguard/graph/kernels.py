@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from perfguard.exceptions import TraceError
 from perfguard.graph.libraries import libraries_on_meta, replacing
 from perfguard.graph.recorder import tensors_in
-from perfguard.graph.selections import is_meta
+from perfguard.graph.shape_rules import is_meta
 
 if TYPE_CHECKING:
     from perfguard.devices import Device

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perfguard.graph.recorder import tensors_in
-from perfguard.graph.shape_rules import META, empty_twin
+from perfguard.graph.shape_rules import META, empty_twin, is_meta
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
@@ -130,7 +130,7 @@ def _launching(own: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        if not any(tensor.is_meta for tensor in tensors.values()):
+        if not any(map(is_meta, tensors.values())):
             return own(self, *args, **kwargs)
         written = _reached_by(self, r"store|atomic_\w+") & tensors.keys() or tensors.keys()
         read = (tensors.keys() - written) | (_reached_by(self, "load") & tensors.keys())
@@ -152,7 +152,7 @@ def _reached_by(kernel: Any, calls: str) -> Set[str]:
 def _without_tuning(own: Any) -> Any:
     @functools.wraps(own)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(value, torch.Tensor) and value.is_meta for value in (*args, *kwargs.values())):
+        if not any(map(is_meta, (*args, *kwargs.values()))):
             return own(self, *args, **kwargs)
         return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 

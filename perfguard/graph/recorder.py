@@ -227,9 +227,7 @@ class Recorder(TorchDispatchMode):
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
         if func is torch.ops.aten.index.Tensor and any(map(is_mask, args[1])):
-            self.selections.are_few = args[0].numel() < 100
-            args = args[0], self._without_masks(args[1])
-            self.selections.are_few = False
+            args = args[0], self._without_masks(*args)
         out = self.selections.outputs_of(func, args)
         if out is NotImplemented:
             out = outputs_of(func, args, kwargs)
@@ -279,13 +277,13 @@ class Recorder(TorchDispatchMode):
         """The tensors in ``value`` that are recorded."""
         return [tensor for tensor in tensors_in(value) if tensor.is_meta]
 
-    def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
+    def _without_masks(self, source: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
         """Masks become positions, as in the kernel of the target, which calls `nonzero`."""
         found: list[Any] = []
-        self.selections.are_read = False
+        self.selections.are_read, self.selections.are_few = False, source.numel() < 100
         for index in indices:
             found += self._run(torch.ops.aten.nonzero.default, (index,), {}).unbind(1) if is_mask(index) else [index]
-        self.selections.are_read = True
+        self.selections.are_read, self.selections.are_few = True, False
         return found
 
     def _where(self) -> tuple[Phase, str]:

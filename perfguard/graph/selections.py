@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from perfguard.graph.shape_rules import META
+from perfguard.graph.shape_rules import META, is_meta
 
 if TYPE_CHECKING:
     from perfguard.graph.opgraph import OpGraph
@@ -82,9 +82,8 @@ class Selections:
         if func is aten.masked_select.default and is_meta(args[1]):
             number = self._expected(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
             return torch.empty(number, dtype=args[0].dtype, device=META)
-        if (
-            func is aten.bincount.default and is_meta(args[0]) and len(args) == 3
-        ):  # who states a length, states that of all values
+        if func is aten.bincount.default and is_meta(args[0]) and len(args) == 3:
+            # Who states a length, states that of all values.
             return torch.empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype, device=META)
         return NotImplemented
 
@@ -149,11 +148,6 @@ class Selections:
 
     def _known(self, tensor: torch.Tensor) -> _Known:
         return self._by_storage.get(self._storage_index(tensor), _Known(Fraction(1, 2), "mask"))
-
-
-def is_meta(value: Any) -> bool:
-    """Whether ``value`` is a tensor on the meta device."""
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def is_mask(index: Any) -> bool:

@@ -18,6 +18,11 @@ META = torch.device("meta")
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def is_meta(value: Any) -> bool:
+    """Whether ``value`` is a tensor on the meta device."""
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
@@ -187,14 +192,9 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the output of ``func``: on meta by its rule, if it has one, or else from PyTorch's own kernel."""
     rule = SHAPE_RULES.get(func)
-    if rule is not None and any(map(_is_on_meta, args)):  # of the host's tensors, the values are needed
+    firsts = (x[0] if type(x) is list and x else x for x in args)
+    if rule is not None and any(map(is_meta, firsts)):  # of the host's tensors, the values are needed
         out = rule(*args, **kwargs)
         if out is not NotImplemented:
             return out
     return func(*args, **kwargs)
-
-
-def _is_on_meta(value: Any) -> bool:
-    """Whether it is a tensor on meta, or a list that begins with one."""
-    first = value[0] if type(value) is list and value else value
-    return isinstance(first, torch.Tensor) and first.is_meta

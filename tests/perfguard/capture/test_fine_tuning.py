@@ -26,7 +26,7 @@ from perfguard.graph.selections import GENERATED
 from perfguard.workload import CapturedTrial, Workload
 from tests.perfguard.capture import toy_liger
 from tests.perfguard.capture.toy_allocated import begins, peak_of_last_step
-from tests.perfguard.capture.toy_ranks import in_a_child
+from tests.perfguard.capture.toy_ranks import bytes_of, in_a_child
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -76,13 +76,9 @@ def fit(model: Any, optimizer: Callable[[Any], torch.optim.Optimizer] = torch.op
         made.zero_grad()
 
 
-def held(found: CapturedTrial, kind: StorageKind) -> int:
-    return sum(storage.num_bytes for storage in found.graph.storages if storage.kind is kind)
-
-
 def assert_adapters_train(found: CapturedTrial, *, num_weights: int = ADAPTERS) -> None:
-    assert held(found, StorageKind.GRADIENT) == 4 * num_weights
-    assert 2 * 4 * num_weights <= held(found, StorageKind.OPTIMIZER_STATE) < 2 * 4 * num_weights + 100  # and step counters
+    assert bytes_of(found, StorageKind.GRADIENT) == 4 * num_weights
+    assert 2 * 4 * num_weights <= bytes_of(found, StorageKind.OPTIMIZER_STATE) < 2 * 4 * num_weights + 100  # and step counters
 
 
 # --- LoRA -----------------------------------------------------------------------------------------------------------------------
@@ -92,7 +88,7 @@ def assert_adapters_train(found: CapturedTrial, *, num_weights: int = ADAPTERS) 
 def test_lora_trains_its_adapters_only_on_any_name_of_the_gpu(device: Any) -> None:
     found = capture(lambda: fit(with_adapters(llama()), device=torch.device(0) if "(" in str(device) else device), A100)
     assert_adapters_train(found)
-    assert held(found, StorageKind.PARAMETER) == 4 * (LAYERS * LAYER + NORMS + TABLES + ADAPTERS)
+    assert bytes_of(found, StorageKind.PARAMETER) == 4 * (LAYERS * LAYER + NORMS + TABLES + ADAPTERS)
 
 
 def test_dora_has_a_magnitude_for_each_output() -> None:
@@ -110,7 +106,7 @@ def test_lora_with_checkpointing_keeps_the_inputs_of_layers(reentrant: bool) -> 
 
     found, whole = capture(objective, A100), capture(lambda: fit(with_adapters(llama())), A100)
     assert_adapters_train(found)
-    assert held(found, StorageKind.ACTIVATION) < 0.3 * held(whole, StorageKind.ACTIVATION)
+    assert bytes_of(found, StorageKind.ACTIVATION) < 0.3 * bytes_of(whole, StorageKind.ACTIVATION)
     assert found.graph.peak_live_bytes < whole.graph.peak_live_bytes
 
 
@@ -167,7 +163,7 @@ def with_two_layers(make: Callable[[Any], torch.optim.Optimizer]) -> CapturedTri
 @pytest.mark.parametrize("name", STATES)
 def test_states_have_their_bits(name: str) -> None:
     found = with_two_layers(getattr(pytest.importorskip("bitsandbytes").optim, name))
-    assert held(found, StorageKind.OPTIMIZER_STATE) == STATES[name]
+    assert bytes_of(found, StorageKind.OPTIMIZER_STATE) == STATES[name]
     assert (PAGED_STATES in found.graph.unmodelled) == name.startswith("Paged")
 
 
@@ -175,9 +171,10 @@ def test_states_have_their_bits(name: str) -> None:
 def test_states_of_torchao_have_their_bits(name: str, bits: int, table: int) -> None:
     found = with_two_layers(getattr(pytest.importorskip("torchao.optim"), name))
     constants = CONSTANTS * (2 if bits == 4 else 1)  # its blocks have 128 values
-    assert held(found, StorageKind.OPTIMIZER_STATE) == 2 * (WEIGHTS * bits // 8 + constants + 2 * 4 * table + 4 * BIAS)
+    assert bytes_of(found, StorageKind.OPTIMIZER_STATE) == 2 * (WEIGHTS * bits // 8 + constants + 2 * 4 * table + 4 * BIAS)
     whole = with_two_layers(torch.optim.AdamW).graph.peak_live_bytes - 2 * 4 * (WEIGHTS + BIAS)
-    assert found.graph.peak_live_bytes - held(found, StorageKind.OPTIMIZER_STATE) <= whole  # its compiled step has no temporaries
+    # Its compiled step has no temporaries.
+    assert found.graph.peak_live_bytes - bytes_of(found, StorageKind.OPTIMIZER_STATE) <= whole
 
 
 @pytest.mark.parametrize("is_live", [True, False])
@@ -215,8 +212,8 @@ def test_quantized_weights_are_counted_with_their_constants(
     pytest.importorskip("bitsandbytes")
     llama(torch.bfloat16).save_pretrained(tmp_path)
     found = capture(lambda: fit(quantized(tmp_path, **options)), A100)
-    assert held(found, StorageKind.PARAMETER) == weights + 4 * (NORMS + TABLES + ADAPTERS)  # peft casts the others to float32
-    assert 0 <= held(found, StorageKind.BUFFER) - constants < 2000  # and rotary frequencies, and tables of 16 values
+    assert bytes_of(found, StorageKind.PARAMETER) == weights + 4 * (NORMS + TABLES + ADAPTERS)  # peft casts the others to float32
+    assert 0 <= bytes_of(found, StorageKind.BUFFER) - constants < 2000  # and rotary frequencies, and tables of 16 values
     assert_adapters_train(found)
 
 
@@ -308,8 +305,8 @@ def test_evaluation_is_counted_with_the_logits_that_the_trainer_collects(
 
 def test_optimizer_is_the_one_that_the_trainer_makes(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    wide = held(by_trainer(tmp_path), StorageKind.OPTIMIZER_STATE)
-    narrow = held(by_trainer(tmp_path, optim="adamw_8bit"), StorageKind.OPTIMIZER_STATE)
+    wide = bytes_of(by_trainer(tmp_path), StorageKind.OPTIMIZER_STATE)
+    narrow = bytes_of(by_trainer(tmp_path, optim="adamw_8bit"), StorageKind.OPTIMIZER_STATE)
     matrices, embedding = LAYERS * LAYER + TABLES // 2, TABLES // 2  # the Trainer keeps embeddings in 32 bits
     assert wide - narrow == pytest.approx(2 * 3 * matrices, rel=0.03)
     assert narrow > 2 * (matrices + 4 * embedding)

@@ -1,6 +1,6 @@
 """A small Llama with Liger's kernels, with real tensors on the CPU.
 
-It prints the peak of a step in bytes, by PyTorch's tracker:
+It prints the peak of a step in bytes:
 
     python -m tests.perfguard.capture.toy_liger
 
@@ -13,17 +13,17 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
+
+from tests.perfguard.capture.toy_allocated import begins, peak_of_last_step
 
 VOCABULARY, TOKENS = 1024, 64
 
 
-def train(around: Callable[..., AbstractContextManager[Any]] = lambda *_: nullcontext()) -> None:
-    """Train on the CPU for some steps, each of them within ``around(model, optimizer)``."""
+def train(before: Callable[[], object] = lambda: None) -> None:
+    """Train on the CPU for some steps; ``before()`` is called before each."""
     import transformers
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -34,10 +34,10 @@ def train(around: Callable[..., AbstractContextManager[Any]] = lambda *_: nullco
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     tokens = torch.randint(0, VOCABULARY, (4, TOKENS))
     for _ in range(4):
-        with around(model, optimizer):
-            optimizer.zero_grad()
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
+        before()
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
 
 
 def real_bytes() -> int:
@@ -51,16 +51,7 @@ def real_bytes() -> int:
 def main() -> None:
     """Train, and print the peak of the last step."""
     importlib.import_module("triton.runtime.jit").JITFunction.run = lambda *_, **__: None
-    tracker: Any = None
-
-    def tracked(model: Any, optimizer: Any) -> Any:
-        nonlocal tracker
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer)
-        return tracker
-
-    train(tracked)
-    print(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    print(peak_of_last_step(lambda: train(begins)))
 
 
 if __name__ == "__main__":
