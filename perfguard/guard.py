@@ -388,7 +388,7 @@ class Guard:
                 steps_log_sigma=steps.log_sigma if steps else 0.0,
                 phases=workload.phases if isinstance(workload, CapturedTrial) else {},
             )
-            verdict = replace(verdict, source="captured" if isinstance(workload, CapturedTrial) else "described")
+            verdict = replace(verdict, source=workload.source if isinstance(workload, CapturedTrial) else "described")
         verdict = replace(verdict, remark=steps.remark if steps else "")
         if is_limited and per_epoch:  # from which later trials know what an epoch was
             epoch_time = verdict.predicted["step_time"].scaled(per_epoch)

@@ -65,7 +65,7 @@ class Summary:
     num_repeated: int
     """Further proposals of rejected configurations, which have no trial of their own."""
     sources: Mapping[str, int]
-    """Number of judged trials by how it was known what they run: "captured" or "described"."""
+    """Number of judged trials by how it was known what they run, as in :attr:`Verdict.source`."""
     num_unguarded: int
     """Launched without a verdict, or against it."""
     why_unguarded: str

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from perfguard.predictor import Estimate, Prediction
 
 Action = Literal["launch", "prune", "repair"]
+Source = Literal["", "captured", "captured at the first forward pass", "described"]
 EVEN_CHANCE = 0.5
 DEFAULT_RISK = 0.05
 """The share of the launched trials that may break a limit."""
@@ -40,8 +41,8 @@ class Verdict:
     """What a person should know beside the numbers, for instance that no remedy helps."""
     unjudged: str = ""
     """Why there is no prediction. Empty: there is one."""
-    source: Literal["", "captured", "described"] = ""
-    """How it is known what the trial runs: by a dry run, or by a Workload. Empty: it is not known."""
+    source: Source = ""
+    """How it is known what the trial runs. Empty: it is not known."""
     phase: str = ""
     """The phase of the trial that needs most memory, for instance "the evaluation". Empty: a training step."""
     prediction: Prediction | None = field(default=None, compare=False)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from perfguard.graph import OpGraph
+    from perfguard.verdict import Source
 
     OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     Optimizers = OptimizerLike | Mapping[str, OptimizerLike]
@@ -188,6 +189,8 @@ class CapturedTrial:
     """Tokens, likewise: the numbers in batches of whole numbers with two dimensions. None: the model reads no such batch."""
     num_ranks: int = 1
     """Processes of the trial's process group, of which this is one. 1: there is no group."""
+    source: Source = "captured"
+    """Where the dry run began: at the objective's first line, or in the trial itself, at its first training forward pass."""
 
     @property
     def mode(self) -> Mode:
@@ -297,10 +300,6 @@ class CapturingBuild(Protocol):
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``."""
-        ...
-
-    def afford(self, trial_s: float) -> None:
-        """Learn that a trial took ``trial_s`` seconds: a dry run may take a share of that."""
         ...
 
 

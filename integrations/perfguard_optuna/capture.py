@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.study import StudyDirection
-from optuna.trial import TrialState
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.exceptions import CaptureError
@@ -59,9 +58,6 @@ class ObjectiveBuild(DryRuns):
         """
 
         _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
-        if self._num_failed or not self._longest_s:  # the limit may have ended a dry run, or may end the first
-            finished = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-            self.afford(max((known.duration.total_seconds() for known in finished if known.duration is not None), default=0.0))
         return self.capture(lambda name, distribution: _answer(name, trial._suggest(name, distribution), distribution))
 
 
@@ -86,7 +82,7 @@ def _play(objective: Objective, directions: tuple[StudyDirection, ...], ask: Ask
 class DryTrial(optuna.Trial):
     """The trial of a dry run. It suggests what the real one would. What it reports goes into a study in memory."""
 
-    def __init__(self, ask: Ask, directions: tuple[StudyDirection, ...]) -> None:
+    def __init__(self, ask: Ask, directions: Sequence[StudyDirection]) -> None:
         study = optuna.create_study(directions=directions, pruner=optuna.pruners.NopPruner(), study_name="dry-run")
         super().__init__(study, study._storage.create_new_trial(study._study_id))
         self._ask = ask
@@ -97,6 +93,17 @@ class DryTrial(optuna.Trial):
         if name not in known:
             known[name] = self._ask(name, distribution)
         return known[name]
+
+
+def leave_study(trial: optuna.Trial) -> None:
+    """Make ``trial`` one of a dry run that goes on in the middle of the objective: nothing more of it reaches its study."""
+
+    def ask(name: str, distribution: BaseDistribution) -> Any:
+        raise CaptureError(f"the objective suggests {name!r} after training began")
+
+    dry, params = DryTrial(ask, trial.study.directions), trial.params
+    dry._cached_frozen_trial.params.update(params)
+    trial.__class__, trial.__dict__ = DryTrial, vars(dry)
 
 
 def refuse_dry_trial(trial: object) -> None:

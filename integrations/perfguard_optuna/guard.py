@@ -248,6 +248,33 @@ class OptunaGuard:
         self._running[threading.get_ident()] = known
         return True
 
+    def begin_unjudged(self, study: optuna.Study, trial: AnyTrial) -> None:
+        """Begin to measure ``trial``, which :meth:`judge_late` will judge."""
+        self.end_abandoned(study)
+        known = self._trial(study, trial)
+        known.run = self._start_run(lambda optimizer: self._after_step(study, known, optimizer))
+        self._running[threading.get_ident()] = known
+
+    def judge_late(self, study: optuna.Study, trial: AnyTrial, found: CapturedTrial | Exception) -> None:
+        """Judge a trial that runs already by what was ``found`` of it: what it runs, or why that is not known.
+
+        Raises:
+            optuna.TrialPruned: if the trial does not fit.
+            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        """
+        params = WatchedParams(trial.params)
+
+        def make_workload() -> AnyWorkload:
+            if isinstance(found, Exception):
+                raise found
+            return self.guard.with_steps(found, params)
+
+        decision = self.decide(study, trial, params, make_workload, is_read=False)
+        if decision.verdict.action == "prune":
+            self._trial(study, trial).run = None  # what it cost until now is not what it would have cost
+            del self._running[threading.get_ident()]
+            raise optuna.TrialPruned(decision.verdict.reason)
+
     def decision_of(self, study: optuna.Study, trial: AnyTrial) -> Decision | None:
         """Return the decision on ``trial``, if it was judged with the parameters that it has now."""
         known = self._trial(study, trial)
@@ -587,8 +614,10 @@ class OptunaGuard:
         if real_step is not None:
             real_step.close()
         assert run is not None
-        assert decision is not None
         measurement = self._end_run(run, how, at_last_step=at_last_step)
+        if decision is None:  # it ended before its first forward pass
+            known.is_over = False
+            return None
         if ranks is not None:
             measurement = ranks.end(measurement, how.status)
         if measurement is None:

@@ -29,9 +29,9 @@ from perfguard.exceptions import (
 from perfguard.leftovers import free_memory, warn_of_held_memory
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.time_limit import call_within, uninterrupted
-from perfguard.workload import AnyBuild
+from perfguard.workload import AnyBuild, CapturedTrial
 from perfguard_optuna.attributes import PREFIX, has_verdict
-from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed
+from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
 from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
@@ -39,6 +39,7 @@ from perfguard_optuna.sampler import PerfGuardSampler
 from perfguard_optuna.show import progress_line
 
 if TYPE_CHECKING:
+    from perfguard.capture.first_forward import FirstForward
     from perfguard.devices import Device
 
 P = ParamSpec("P")
@@ -186,11 +187,8 @@ class GuardedObjective:
         guard.end_abandoned(study)  # of a plain study before
         try:
             with Ranks.judging(ranks):
-                build = self._judge_by_capture(trial)
-                guarded = _GuardedTrial.of(trial, guard, build)
-                if build is self._captures and build is not None:
-                    guard.begin(study, guarded, build, keeps_pace=True)
-            value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded, build))
+                guarded = self._begin(trial)
+            value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded))
         except BaseException as error:
             guard.finish(study, error, ranks)
             prune_if_ran_out(error, ranks)
@@ -199,14 +197,15 @@ class GuardedObjective:
             guard.finish(study, None, ranks)
         finally:
             self._count(trial)
-        guard.report_unjudged(study, trial, build)
+        guard.report_unjudged(study, trial, guarded._build)
         return value
 
-    def _run(self, trial: _GuardedTrial, build: AnyBuild | None) -> float | Sequence[float]:
+    def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
         """Run the objective, and once more with a repair if it ran out of memory (``on_oom="repair"``)."""
         try:
             return self._try(trial)
         except Exception as error:
+            build = trial._build
             if self.guard.on_oom == "prune" or build is None or not ran_out_of_memory(error):
                 raise
             with uninterrupted():
@@ -224,7 +223,8 @@ class GuardedObjective:
     def _try(self, trial: _GuardedTrial) -> float | Sequence[float]:
         """Run the objective. What could not be raised at a suggestion is raised at its end."""
         try:
-            value = self._objective(trial)
+            with trial.first_forward or nullcontext():
+                value = self._objective(trial)
         finally:
             if isinstance(trial.kept, UnguardedTrialError):
                 raise trial.kept
@@ -232,18 +232,39 @@ class GuardedObjective:
             self.guard.report_unheeded(trial.study, trial)
         return value
 
-    def _judge_by_capture(self, trial: optuna.Trial) -> AnyBuild | None:
-        """Return what ``trial`` is judged by, after a dry run has suggested all of its parameters. None: the objective itself."""
-        if self._captures is None:
-            return self._build
+    def _begin(self, trial: optuna.Trial) -> _GuardedTrial:
+        """Judge ``trial``, after a dry run has suggested all of its parameters.
+
+        Where the dry run shows no step, it is judged at its first forward pass; where ``build`` is given, as it suggests.
+        """
+        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._captures
+        if captures is None:
+            return guarded
         try:
-            self._captures.ask(trial)
+            captures.ask(trial)
         except TooLargeError:  # which is a verdict
             pass
-        except CaptureError as error:  # the trial is launched, and the guard says why it is unguarded
-            if isinstance(error, (SelfEnded, SelfDescribed)):
-                return None
-        return self._captures
+        except (SelfEnded, SelfDescribed):
+            guarded._build = None
+            return guarded
+        except CaptureError as problem:
+            if not leads_ranks():
+                guarded.first_forward = self._first_forward_of(guarded, captures, problem)
+                self.guard.begin_unjudged(trial.study, guarded)
+                return guarded
+        self.guard.begin(trial.study, guarded, captures, keeps_pace=True)
+        return guarded
+
+    def _first_forward_of(self, trial: _GuardedTrial, captures: ObjectiveBuild, problem: CaptureError) -> FirstForward:
+        from perfguard.capture.first_forward import FirstForward  # loads torch
+
+        def judge(found: CapturedTrial | Exception) -> None:
+            with uninterrupted():
+                captures.note_set_up(first_forward.set_up_s)
+                self.guard.judge_late(trial.study, trial, found)
+
+        first_forward = FirstForward(self.guard.device, judge, lambda: leave_study(trial), problem=problem)
+        return first_forward
 
     def _count(self, trial: optuna.Trial) -> None:
         decision, search = self.guard.decision_of(trial.study, trial), self.guard.search_of(trial.study)
@@ -297,6 +318,8 @@ class _GuardedTrial(optuna.Trial):
 
     _guard: OptunaGuard
     _build: AnyBuild | None
+    first_forward: FirstForward | None = None
+    """Judges it where its training begins. None: it was judged before."""
     kept: Exception | None = None
     """Why the trial must end, on rank 0 of several. Only should_prune and report of a TorchDistributedTrial end it on all."""
 

@@ -16,6 +16,7 @@ from ray import cloudpickle
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
+from perfguard.capture import DryRuns
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
 from perfguard.measure import CUT_SHORT, Measurement, Status
@@ -246,7 +247,7 @@ class Ledger:
             )
         try:
             measurement = self.measurement(entry, status, note)
-            if isinstance(self.build, CapturingBuild):
+            if isinstance(self.build, DryRuns):
                 self.build.afford(measurement.total_time_s)
             self.guard.learn(entry.decision, measurement)
             self.num_ended += 1

@@ -46,7 +46,7 @@ class Answer(NamedTuple):
     """Another value that the search may propose, of a parameter that is continuous. None: it is not."""
 
 
-_HAS_SENT = 86
+HAS_SENT = 86
 """Exit status of a child that has sent what it saw. Any other: the objective has ended its process."""
 
 Ask = Callable[..., Any]
@@ -63,7 +63,7 @@ class DryRuns:
     Args:
         objective: is called in the child as ``objective(ask)``.
         device: the guarded device.
-        most_seconds: how long a dry run may take, and ten times as long as the longest so far. See :meth:`afford`.
+        most_seconds: how long a dry run may take, and ten times as long as the longest so far.
         most_bytes: the most host memory that a dry run may take beyond what this process has.
         most_failed: dry runs that fail in a row before no more are made.
         spares: give all batches for a while. Without, the steps of a trial may not be seen.
@@ -136,6 +136,14 @@ class DryRuns:
         """Let a dry run take a ``share`` of a trial of ``trial_s`` seconds. Who trains for hours may set up for minutes."""
         self._most_seconds = max(self._most_seconds, share * trial_s)
 
+    def note_set_up(self, seconds: float) -> None:
+        """Note how long the set-up of a real trial took. If a dry run may not take as long, no more are made."""
+        if seconds > self._most_seconds:
+            self._give_up(CaptureError(f"the set-up of the objective takes {seconds:.0f} s"))
+
+    def _give_up(self, why: CaptureError) -> None:
+        self._continuous[()], self._known[()] = [], why
+
     def capture(self, answer: Callable[..., Answer], params: Mapping[str, Any] | None = None) -> CapturedTrial:
         """Return what the trial would run whose parameters ``answer(*question)`` knows.
 
@@ -189,8 +197,8 @@ class DryRuns:
         self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
         failed = isinstance(found, CaptureError) and not isinstance(found, SelfEnded)
         self._num_failed = self._num_failed + 1 if failed else 0
-        if self._num_failed == self._most_failed:  # it fails whatever the parameters are
-            self._continuous[()], self._known[()] = [], found
+        if isinstance(found, CaptureError) and self._num_failed == self._most_failed:  # it fails whatever the parameters are
+            self._give_up(found)
         if isinstance(found, CaptureError) and not answers:  # it did not come to what tells trials apart
             return
         if not isinstance(found, Exception) and names not in self._by_value:
@@ -281,20 +289,13 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
     """Fork a child for each request, until the process before ends or closes the pipe."""
     try:
         os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
-        sys.stdout = sys.stderr = open(null, "w", closefd=False)  # a notebook's, or a test suite's, are others  # noqa: SIM115
-        logging.disable()
-        faulthandler.disable()
-        warnings.simplefilter("ignore")
+        say_nothing()
         import torch
         import torch._dynamo
 
         import perfguard.capture.trial  # noqa: F401 - the children find it imported
 
         torch.set_num_threads(1)  # the threads of the process before have not come along
-        leave_databases()
         gc.freeze()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while os.getppid() == parent:
@@ -307,7 +308,7 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
             child = os.fork()
             if not child:
                 _dry_run(pipe, number, objective, device, spares)
-            problem = _await(child, most_s, most_bytes, parent)
+            problem = await_child(child, most_s, most_bytes, parent)
             os.killpg(0, signal.SIGTERM)  # processes that the objective has started
             if problem:
                 pipe.send((number, "failed", CaptureError(problem)))
@@ -317,7 +318,19 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
         os._exit(0)
 
 
-def _await(child: int, most_s: float, most_bytes: int, parent: int) -> str:
+def say_nothing() -> None:
+    """Keep a process that was forked from reading, printing, logging and warning, and from the connections to databases."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    sys.stdout = sys.stderr = open(null, "w", closefd=False)  # a notebook's, or a test suite's, are others  # noqa: SIM115
+    logging.disable()
+    faulthandler.disable()
+    warnings.simplefilter("ignore")
+    leave_databases()
+
+
+def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: Callable[[float], object] = time.sleep) -> str:
     """Wait for a child, and return why it has not sent what it saw. Empty: it has."""
     began, pause, before = time.monotonic(), 0.001, _resident_bytes(os.getpid())
     while True:
@@ -326,7 +339,7 @@ def _await(child: int, most_s: float, most_bytes: int, parent: int) -> str:
             return f"the dry run of the objective was ended by signal {os.WTERMSIG(status)}"
         if ended:
             code = os.WEXITSTATUS(status)
-            return "" if code == _HAS_SENT else f"the objective has ended the process of its dry run (exit status {code})"
+            return "" if code == HAS_SENT else f"the objective has ended the process of its dry run (exit status {code})"
         if time.monotonic() - began > most_s:
             problem = f"the dry run of the objective did not end within {most_s:g} s"
         elif _resident_bytes(child) - before > most_bytes:
@@ -334,7 +347,7 @@ def _await(child: int, most_s: float, most_bytes: int, parent: int) -> str:
         elif os.getppid() != parent:
             problem = "nobody waits for it"
         else:
-            time.sleep(pause)
+            wait(pause)
             pause = min(2 * pause, 0.01)
             continue
         os.kill(child, signal.SIGKILL)
@@ -362,7 +375,7 @@ def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], 
         send("ask", question)
         word, value = pipe.recv()
         if word == "cancel":
-            os._exit(_HAS_SENT)
+            os._exit(HAS_SENT)
         return value
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -371,18 +384,32 @@ def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], 
         send("failed" if isinstance(found, Exception) else "captured", found)
     except Exception as error:
         send("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}"))
-    os._exit(_HAS_SENT)
+    os._exit(HAS_SENT)
 
 
 def seen(run: Callable[[], object], device: Device, *, spares: bool) -> CapturedTrial | Exception:
     """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails."""
-    try:
-        with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the system ends this process first
-        write_nothing()
+
+    def show() -> CapturedTrial:
+        change_nothing()
         from perfguard.capture.trial import capture
 
         return capture(run, device, spares=spares)
+
+    return shown(show)
+
+
+def change_nothing() -> None:
+    """Keep this process from changing a file, and let it be the first to end where memory ends."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    write_nothing()
+
+
+def shown(show: Callable[[], CapturedTrial]) -> CapturedTrial | Exception:
+    """Return what ``show`` returns, or why it fails."""
+    try:
+        return show()
     except (CaptureError, TooLargeError) as error:
         return error
     except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import inspect
 import itertools
 import math
@@ -10,6 +11,7 @@ import statistics
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,8 +69,8 @@ class Loaders:
         self._used: list[int] = []
         """Batches that each step has used."""
         self._num_steps = 0
-        self._stated_steps = 0.0
-        """Steps of the trial, as trainers state them. 0: none does. Infinite: they may stop at any step."""
+        self._stated_steps: list[tuple[Any, float]] = []
+        """Steps of the trainers that state them. Infinite: one may stop at any step."""
         self._num_epochs = 0
         self._num_unfed = 0
         """Steps since a loader has given a batch."""
@@ -101,6 +103,24 @@ class Loaders:
     def feed_steps(self) -> bool:
         """Whether the batches of the steps come from a loader."""
         return self._trainer is not None
+
+    def join(self, begun: Mapping[Any, int]) -> None:
+        """Follow the passes over loaders in the middle. They go on with batches that this process reads itself.
+
+        ``begun`` holds the :func:`batches_given` when the trial began. Those that have given more feed the first step.
+        """
+        loaders = [each for each in gc.get_objects() if issubclass(type(each), dataloader.DataLoader)]
+        feeding = []
+        for iterator, number in batches_given().items():
+            loader = next((each for each in loaders if each._index_sampler is iterator._index_sampler), None)
+            if loader is not None:
+                own = dataloader.DataLoader.__iter__(loader)  # the workers are those of the process before
+                deque(itertools.islice(own._sampler_iter, number), maxlen=0)
+                iterator.__class__, iterator.__dict__ = type(own), vars(own)
+                self._passes[loader] = _Pass(num_batches=number)
+                if number != begun.get(iterator, 0):
+                    feeding.append(loader)
+        self._giving = feeding
 
     def load(self, loader: Any, event: LoaderEvent) -> Any:
         """Follow a loader that begins, is asked for a batch, has given it, or has ended.
@@ -174,9 +194,10 @@ class Loaders:
         for latest in self._passes.values():
             latest.num_used = 0
 
-    def state_steps(self, number: float | None) -> None:
-        """Note how many steps a trainer will make. None: it may stop early."""
-        self._stated_steps += math.inf if number is None else number
+    def state_steps(self, trainer: Any, number: float | None) -> None:
+        """Note how many steps ``trainer`` will make. None: it may stop early."""
+        if all(one is not trainer for one, _ in self._stated_steps):
+            self._stated_steps.append((trainer, math.inf if number is None else number))
 
     def end_step(self, num_steps: int) -> None:
         """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop."""
@@ -229,7 +250,8 @@ class Loaders:
             self._end_first_epoch(self._num_steps)
         per_epoch = self._steps_per_epoch()
         if self._stated_steps:
-            return per_epoch, None if math.isinf(self._stated_steps) else max(int(self._stated_steps), self._num_steps)
+            stated = sum(number for _, number in self._stated_steps)
+            return per_epoch, None if math.isinf(stated) else max(int(stated), self._num_steps)
         if not is_over:
             return per_epoch, None
         left = not self._feeding.has_ended  # by `break` or `return`, so whoever counted has counted the steps of the dry run
@@ -252,6 +274,12 @@ class Loaders:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):
             return None
+
+
+def batches_given() -> Mapping[Any, int]:
+    """Return the iterators over loaders of this process, with the number of batches that each has given."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), dataloader._BaseDataLoaderIter)]
+    return weakref.WeakKeyDictionary({each: each._num_yielded for each in found})
 
 
 def samples_in_batch(loader: Any) -> int | None:

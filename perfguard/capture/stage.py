@@ -119,6 +119,9 @@ class HostTensors(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in((args, kwargs))
+        if any(tensor.is_cuda for tensor in given):  # it was on the device before the dry run began
+            args, kwargs = self._with_twins(args), self._with_twins(kwargs)
+            given = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
@@ -171,7 +174,7 @@ class HostTensors(TorchDispatchMode):
 
     def _with_twins(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if value.is_meta or not value.dim() else self._twin(value)
+            return value if value.is_meta or not (value.dim() or value.is_cuda) else self._twin(value)
         if type(value) in (tuple, list):
             return type(value)(map(self._with_twins, value))
         return {key: self._with_twins(item) for key, item in value.items()} if type(value) is dict else value

@@ -6,8 +6,11 @@ Lightning 2.6 and Transformers' Trainer (5.24).
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from typing import TYPE_CHECKING, Any
+
+from perfguard.graph.shape_rules import META
 
 if TYPE_CHECKING:
     from perfguard.capture.loaders import Loaders
@@ -20,12 +23,23 @@ def follow_trainers(replace: Replace, loaders: Loaders) -> None:
     flow = getattr(callbacks, "DefaultFlowCallback", None)
     if flow is not None and not hasattr(flow.on_epoch_end, "__wrapped__"):
         replace(flow, "on_epoch_end", _evaluating_once)
-        replace(callbacks.CallbackHandler, "on_train_begin", lambda own: _saying_steps(own, callbacks, loaders))  # type: ignore[union-attr]
+        replace(callbacks.CallbackHandler, "on_train_begin", lambda own: _saying_steps(own, loaders))  # type: ignore[union-attr]
     for package in ("lightning.pytorch", "pytorch_lightning"):
-        loops = sys.modules.get(f"{package}.loops.training_epoch_loop")
-        loop = getattr(loops, "_TrainingEpochLoop", None)
-        if loop is not None and not hasattr(loop.run, "__wrapped__"):
-            replace(loop, "run", lambda own: _running_validation(own, loaders))
+        loop = getattr(sys.modules.get(f"{package}.loops.fit_loop"), "_FitLoop", None)
+        if loop is not None and not hasattr(loop.on_advance_end, "__wrapped__"):
+            replace(loop, "on_advance_start", lambda own: _saying_steps_of_lightning(own, loaders))
+            replace(loop, "on_advance_end", _validating)
+
+
+def join_trainers(loaders: Loaders) -> None:
+    """Let the trainers that run already state their steps."""
+    hugging_face = getattr(sys.modules.get("transformers.trainer"), "Trainer", ())
+    for each in gc.get_objects():  # to look into frames would keep what they hold
+        if issubclass(type(each), hugging_face) and each.is_in_train:
+            _state_steps(each.callback_handler, each.state, loaders)
+            each._tr_loss = each._tr_loss.to(META)  # it was made on the device
+        elif type(each).__name__ == "_FitLoop" and each.trainer.training:
+            _state_steps_of_lightning(each.trainer, loaders)
 
 
 def _evaluating_once(own: Any) -> Any:
@@ -43,31 +57,45 @@ def _evaluating_once(own: Any) -> Any:
     return on_epoch_end
 
 
-def _saying_steps(own: Any, callbacks: Any, loaders: Loaders) -> Any:
+def _saying_steps(own: Any, loaders: Loaders) -> Any:
     @functools.wraps(own)
     def on_train_begin(self: Any, args: Any, state: Any, control: Any) -> Any:
-        stops_early = any(isinstance(callback, callbacks.EarlyStoppingCallback) for callback in self.callbacks)
-        loaders.state_steps(None if stops_early else state.max_steps)
+        _state_steps(self, state, loaders)
         return own(self, args, state, control)
 
     return on_train_begin
 
 
-def _running_validation(own: Any, loaders: Loaders) -> Any:
-    """Validate after an epoch that was cut short. The loop counts batches to know when."""
-    followed: list[Any] = []
+def _state_steps(handler: Any, state: Any, loaders: Loaders) -> None:
+    early = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
+    stops_early = any(isinstance(callback, early) for callback in handler.callbacks)
+    loaders.state_steps(state, None if stops_early else state.max_steps)
+
+
+def _state_steps_of_lightning(trainer: Any, loaders: Loaders) -> None:
+    if trainer.lightning_module.automatic_optimization:
+        loaders.state_steps(trainer, None if trainer.early_stopping_callbacks else trainer.estimated_stepping_batches)
+
+
+def _saying_steps_of_lightning(own: Any, loaders: Loaders) -> Any:
+    @functools.wraps(own)
+    def on_advance_start(self: Any) -> None:
+        _state_steps_of_lightning(self.trainer, loaders)
+        own(self)
+
+    return on_advance_start
+
+
+def _validating(own: Any) -> Any:
+    """Validate after an epoch that was cut short. The loop of its batches counts them to know when."""
 
     @functools.wraps(own)
-    def run(self: Any, fetcher: Any) -> None:
-        trainer = self.trainer
-        if trainer not in followed:
-            followed.append(trainer)
-            if trainer.lightning_module.automatic_optimization:
-                loaders.state_steps(None if trainer.early_stopping_callbacks else trainer.estimated_stepping_batches)
-        own(self, fetcher)
-        if self.batch_idx + 1 < trainer.num_training_batches and self._should_check_val_epoch():
+    def on_advance_end(self: Any) -> None:
+        trainer, epoch = self.trainer, self.epoch_loop
+        if epoch.batch_idx + 1 < trainer.num_training_batches and epoch._should_check_val_epoch():
             trainer.validating = True
-            self.val_loop.run()
+            epoch.val_loop.run()
             trainer.training = True
+        own(self)
 
-    return run
+    return on_advance_end

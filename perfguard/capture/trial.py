@@ -16,8 +16,8 @@ import traceback
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,15 +31,24 @@ from perfguard.capture.loaders import Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
+from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError
-from perfguard.graph.kernels import DevicePaths, target_of
+from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
 from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
 from perfguard.graph.selections import GENERATED, GROUPED_PRODUCTS
-from perfguard.graph.trace import tracing, unmodelled
-from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside, random_numbers_kept
+from perfguard.graph.trace import unmodelled
+from perfguard.pytorch import (
+    compiled_parts,
+    gc_paused,
+    is_compiled,
+    module_inside,
+    path_inside,
+    random_numbers_kept,
+    too_large_named,
+)
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
 
 if TYPE_CHECKING:
@@ -74,25 +83,34 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
         CaptureError: if the objective makes no optimizer step, or raises an error before its second.
         TooLargeError: if a tensor of it has more bytes than PyTorch can count.
     """
+    with watching(device, most_seconds=most_seconds, spares=spares) as watch:
+        run()
+    return watch.captured()
+
+
+@contextmanager
+def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True) -> Iterator[Watch]:
+    """Run the block on the stage. The arguments are those of :func:`capture`. An error after the second step ends the block."""
     target = target_of(device)
-    watch = _Watch(device, DevicePaths(target), most_seconds, spares)
+    watch = Watch(device, DevicePaths(target), most_seconds, spares)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
-        stack.enter_context(tracing(target, makes_on=None))
+        stack.enter_context(gc_paused())
+        stack.enter_context(device_semantics(device.kind))
+        stack.enter_context(too_large_named())
         stack.enter_context(staged(device, watch.loaders, watch.host, watch.generations))
         watch.enter(stack)
         try:
-            run()
+            yield watch
         except _Enough:
             pass
         except Exception as error:
             if len(watch.marks) < 2:
                 raise
             watch.unseen = watch.unseen or f"{type(error).__name__}: {error}"
-    return watch.captured()
 
 
-class _Watch:
+class Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
     def __init__(self, device: Device, paths: DevicePaths, most_seconds: float, spares: bool) -> None:
@@ -144,9 +162,9 @@ class _Watch:
 
     def enter(self, stack: ExitStack) -> None:
         """Register what follows the objective, and enter the modes."""
-        stack.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
+        stack.callback(hooks.register_module_forward_pre_hook(self.enter_module).remove)
         stack.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
-        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         replace = replacing(stack)
         replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
@@ -158,9 +176,16 @@ class _Watch:
         stack.enter_context(self._paths)
         stack.enter_context(self._placement)
 
+    def join(self, begun: Mapping[Any, int]) -> None:
+        """Begin in the middle of an objective. What was made before is real. ``begun``: see :meth:`Loaders.join`."""
+        self.loaders.join(begun)
+        nn.Module()  # libraries that are imported already are followed
+        join_trainers(self.loaders)
+
     # --- Modules ----------------------------------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """Note that a forward pass of ``module`` begins."""
         if self._depth == 0 and id(module) not in self._paths_of:
             put_on_meta(module)
             for name, part in (*module.named_modules(), *module_inside(module).named_modules()):
@@ -223,8 +248,9 @@ class _Watch:
             self._numbers[optimizer] = next(self._num_made)
         return self._numbers[optimizer]
 
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooked = sys._getframe(1)
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, depth: int = 1) -> Any:
+        """Note that a step begins, ``depth`` frames above. Return the arguments that it gets, or None for its own."""
+        hooked = sys._getframe(depth)
         running = {frame for frame, _ in traceback.walk_stack(hooked)}  # a step that has raised an error runs no longer
         self._open_steps = [*(step for step in self._open_steps if step[0] in running), (hooked, optimizer)]
         for parameter, state in optimizer.state.items():

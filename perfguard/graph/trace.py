@@ -70,7 +70,7 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
 
 
 @contextmanager
-def tracing(target: Target, *, makes_on: torch.device | None = META) -> Iterator[None]:
+def tracing(target: Target) -> Iterator[None]:
     """Whatever contexts the caller is in, what runs inside is traced as if it were in none, on meta, and leaves no traces.
 
     PyTorch loads a part of itself on its way through the first operator; what is on the stack at that time would stay alive.
@@ -88,8 +88,7 @@ def tracing(target: Target, *, makes_on: torch.device | None = META) -> Iterator
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(device_semantics("cpu" if target.is_cpu else "cuda"))
-        if makes_on is not None:
-            stack.enter_context(makes_on)  # where a tensor belongs that forward makes without a device
+        stack.enter_context(META)  # where a tensor belongs that forward makes without a device
         stack.enter_context(too_large_named())
         yield
 

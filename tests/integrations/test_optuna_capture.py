@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import perfguard_optuna
 from perfguard import Device, resolve_device
+from perfguard.capture.first_forward import FirstForward
 from perfguard.exceptions import CaptureError, DriftWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
 from perfguard.workload import CapturedTrial
-from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of
-from perfguard_optuna.capture import ObjectiveBuild
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of, summarize
+from perfguard_optuna.capture import ObjectiveBuild, leave_study
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="its objectives really train where there is a GPU"),
@@ -48,32 +47,6 @@ def captured(objective: Objective, device: Device = A100, directions: Sequence[A
     build = ObjectiveBuild(objective, device, study.directions)
     try:
         return build.ask(study.ask())
-    finally:
-        build.close()
-
-
-def test_dry_run_may_take_a_share_of_a_trial() -> None:
-    def objective(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", 1, 100)
-        time.sleep(1.5)  # it sets up
-        model = nn.Linear(20, width).cuda()
-        optimizer = torch.optim.SGD(model.parameters())
-        for _ in range(3):
-            model(torch.ones(8, 20, device="cuda")).sum().backward()
-            optimizer.step()
-        return 0.0
-
-    study = study_of()
-    build = ObjectiveBuild(objective, A100, study.directions)
-    build._most_seconds = 0.5
-    try:
-        with pytest.raises(CaptureError, match=r"did not end within 0\.5 s"):
-            build.ask(study.ask())
-        ended = datetime.now()
-        long = optuna.create_trial(value=0.0)
-        long.datetime_start, long.datetime_complete = ended - timedelta(minutes=5), ended
-        study.add_trial(long)
-        assert build.ask(study.ask()).steps == 3
     finally:
         build.close()
 
@@ -144,6 +117,22 @@ def test_script_shows_its_whole_trial_to_a_machine_without_the_gpu(name: str) ->
     assert (found.phases.get("the evaluation") is None) == name.startswith(
         "multi"
     )  # whose only evaluation comes after the last epoch
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["pytorch_lightning_simple", "transformers_simple"])
+def test_script_shows_the_same_from_its_first_forward_pass_on(name: str) -> None:
+    """Trainers have counted their steps by then, and made a tensor or two of a few bytes."""
+    objective, found = script(name).objective, list[Any]()
+    whole, trial = captured(objective, CPU, directions_of(name)), study_of(directions_of(name)).ask()
+    with FirstForward(CPU, found.append, lambda: leave_study(trial), problem=CaptureError("why")):
+        objective(trial)
+    (seen,) = found
+    assert [op.name for op in seen.graph.ops] == [op.name for op in whole.graph.ops]
+    assert seen.graph.peak_live_bytes == pytest.approx(whole.graph.peak_live_bytes, abs=100)
+    assert (seen.steps_per_epoch, seen.steps, seen.unseen) == (*SCRIPTS[name][1:], "")
+    assert seen.phases.keys() == whole.phases.keys() == {"the evaluation"}
 
 
 # --- Trainers -------------------------------------------------------------------------------------------------------------------
@@ -448,6 +437,32 @@ def test_objective_that_shows_no_step_runs_unguarded_with_its_cause() -> None:
     assert all("no step" in record_of(trial).verdict.unjudged for trial in trials)  # type: ignore[union-attr]
     with pytest.raises(UnguardedTrialError, match="no step of a torch optimizer"):
         run_guarded(without_a_step, strict=True)
+
+
+def needs_values_to_begin(trial: optuna.Trial) -> float:
+    """Reads in its set-up what a model has computed, which is 0 in a dry run."""
+    scale = 1 / nn.Linear(4, 4)(torch.ones(4)).abs().sum().item()
+    loss = train(make_network(trial.suggest_categorical("width", [8, 4000])), make_loader(5))
+    trial.report(scale * loss, trial.number)
+    return loss
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_trial_whose_set_up_needs_values_is_judged_where_its_training_begins(strict: bool) -> None:
+    study = study_of()
+    for width in (4000, 8):
+        study.enqueue_trial({"width": width})
+    guarded = perfguard_optuna.guarded(needs_values_to_begin, gpu="cpu", log=False, memory_budget="20MiB", strict=strict)
+    study.optimize(guarded, n_trials=2)
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE]
+    for trial in study.trials:
+        verdict = record_of(trial).verdict
+        assert verdict is not None
+        assert verdict.source == "captured at the first forward pass"
+        assert verdict.predicted["time"].median > verdict.predicted["step_time"].median
+    assert [len(trial.intermediate_values) for trial in study.trials] == [0, 1]
+    assert record_of(study.trials[1]).measured.keys() >= {"memory", "step_time"}
+    assert "captured at the first forward pass 2" in str(summarize(study))
 
 
 # --- Steps that a dry run does not see ------------------------------------------------------------------------------------------

@@ -207,8 +207,6 @@ def test_a_dry_run_that_fails_is_made_once_for_a_proposal() -> None:
             self.calls += 1
             raise CaptureError("the dry run takes more than 60 s")
 
-        def afford(self, trial_s: float) -> None: ...
-
     fails = Fails()
     ledger = Ledger(Guard("a100", log=False), fails, "study")
     with pytest.warns(UnguardedTrialWarning):

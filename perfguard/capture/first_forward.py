@@ -1,0 +1,200 @@
+"""FirstForward: dry-runs a trial from the first forward pass of its training on, where its set-up could not be dry-run.
+
+The trial runs for real until a model that is trained begins its first forward pass. There its process forks:
+
+    this process    waits, and judges what the child has seen; then the forward pass goes on, or the trial ends
+    the child       enters the stage in the middle of the objective, goes on with the user's code until all is seen, and ends
+
+So the set-up happens once and may depend on values, but a trial that is pruned has paid for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.nn.modules.module as hooks
+import torch.optim.optimizer as _optimizer
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from perfguard.capture.dry_runs import HAS_SENT, await_child, change_nothing, say_nothing, shown
+from perfguard.capture.loaders import batches_given
+from perfguard.capture.trial import Watch, watching
+from perfguard.exceptions import CaptureError
+from perfguard.workload import CapturedTrial
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent ends (linux/prctl.h)."""
+
+
+class FirstForward:
+    """A ``with`` block in which an objective runs for real. It is judged at its first training forward pass.
+
+    Args:
+        device: the guarded device.
+        judge: called once, with what the child has seen, or why it has seen nothing. What it raises ends the trial there.
+        leave_study: called in the child before all else: what the objective reports from now on is to reach nobody.
+        problem: why the trial was not dry-run before.
+        most_seconds: how long the child may take.
+        most_bytes: the most host memory that it may take beyond what this process has.
+        most_tries: the number of models that are tried, if the dry run fails. The first may belong to the set-up.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        judge: Callable[[CapturedTrial | Exception], object],
+        leave_study: Callable[[], object],
+        *,
+        problem: CaptureError,
+        most_seconds: float = 60.0,
+        most_bytes: int = 8 * 2**30,
+        most_tries: int = 3,
+    ) -> None:
+        self._device = device
+        self._judge = judge
+        self._leave_study = leave_study
+        self._problem = problem
+        self._is_judged = False
+        self.set_up_s = 0.0
+        """Seconds until the first forward pass, after which a model is trained."""
+        self._began_at = 0.0
+        self._tried: set[int] = set()
+        """Ids of the models and optimizers from which on a dry run was tried, and of the models' parts."""
+        self._tries_left = most_tries
+        self._most_seconds = most_seconds
+        self._most_bytes = most_bytes
+        self._thread = threading.get_ident()
+        self._stack = ExitStack()
+        self._begun: Mapping[Any, int] = {}
+        self._watch: Watch
+        self._pipe: Connection
+        """To the process before."""
+        self._child = 0
+        """The number of this process. 0: it is not the child."""
+
+    def __enter__(self) -> FirstForward:
+        self._began_at = time.monotonic()
+        self._begun = batches_given()
+        self._stack.callback(hooks.register_module_forward_pre_hook(self._before_forward).remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._child:
+            self._end(error)
+        self._stack.close()
+        if not self._is_judged and error is None:
+            self._judge(self._problem)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        trains = not self._child and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+        if trains and id(module) not in self._tried and (watch := self._dry_run()):
+            watch.enter_module(module, args)
+        self._tried.update(map(id, module.modules()) if trains else ())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A closure has the forward pass. So has every step of Lightning."""
+        if self._child:
+            return None
+        watch = None if id(optimizer) in self._tried else self._dry_run()
+        if watch is not None:
+            return watch.before_step(optimizer, args, kwargs, depth=2)
+        self._tried.add(id(optimizer))
+        if not self._is_judged:
+            self._is_judged = True
+            self._judge(self._problem)
+        return None
+
+    def _dry_run(self) -> Watch | None:
+        """Fork, and judge what the child sees. Return, in the child, what watches the objective from now on."""
+        is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()  # who would wait for this one
+        if self._is_judged or not self._tries_left or is_one_of_many or threading.get_ident() != self._thread:
+            return None
+        self.set_up_s = self.set_up_s or time.monotonic() - self._began_at
+        here, there = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads; one whose lock is held costs the time limit
+            child = os.fork()
+        if not child:
+            return self._go_on(there)
+        there.close()
+        with here:
+            found = self._received(child, here)
+        if not isinstance(found, CaptureError):
+            self._is_judged = True
+            self._judge(found)
+        elif f"{found}" not in f"{self._problem}":
+            self._problem = CaptureError(f"{self._problem}; from a first forward pass on, {found}")
+        self._tries_left -= 1
+        return None
+
+    def _received(self, child: int, pipe: Connection) -> CapturedTrial | Exception:
+        found: list[CapturedTrial | Exception] = []
+
+        def wait(seconds: float) -> None:
+            if found or not pipe.poll(seconds):
+                return
+            with suppress(EOFError):
+                found.append(pipe.recv())
+
+        try:
+            problem = await_child(child, self._most_seconds, self._most_bytes, os.getppid(), wait)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            raise
+        wait(0.0)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGTERM)  # processes that the objective has started
+        return found[0] if found and not problem else CaptureError(problem or "the dry run has said nothing")
+
+    # --- The child --------------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, pipe: Connection) -> Watch:
+        """Enter the stage, on which the caller goes on."""
+        self._child, self._pipe = os.getpid(), pipe
+        try:
+            os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees, which ends this group
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            say_nothing()
+            self._leave_study()
+            change_nothing()
+            torch.set_num_threads(1)  # the threads of the process before have not come along
+            # The step of an optimizer goes through its hooks, which must stay as they are until it is through.
+            _optimizer._global_optimizer_pre_hooks = _optimizer._global_optimizer_pre_hooks.copy()
+            self._watch = self._stack.enter_context(watching(self._device))
+            self._watch.join(self._begun)
+        except BaseException as error:
+            self._end(error)
+        return self._watch
+
+    def _end(self, error: BaseException | None) -> NoReturn:
+        if os.getpid() != self._child:  # the objective has forked
+            os._exit(0)
+
+        def show() -> CapturedTrial:
+            with self._stack:
+                if error is not None:
+                    raise error
+            return replace(self._watch.captured(), source="captured at the first forward pass")
+
+        self._pipe.send(shown(show))
+        os._exit(HAS_SENT)
