@@ -27,7 +27,7 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
-    parser.addoption("--fuzz-files", type=int, default=100, help="damaged ONNX files to read (default: 100)")
+    parser.addoption("--fuzz-files", type=int, default=50, help="damaged ONNX files to read (default: 50)")
 
 
 @pytest.fixture(autouse=True)
