@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN = (
-    "perfguard",
-    "integrations/perfguard_optuna",
-    "integrations/perfguard_ray",
-    "models/perfguard_models",
-)
+MAIN = ("perfguard", "integrations/perfguard_optuna", "integrations/perfguard_ray", "models/perfguard_models")
 RESEARCH = ("models/perfguard_research",)
 """What the second distribution, perfguard-research, holds."""
 PACKAGES = (*MAIN, *RESEARCH)

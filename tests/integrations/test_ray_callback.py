@@ -367,9 +367,7 @@ def test_rejected_configurations_are_summarized(capsys: pytest.CaptureFixture[st
     assert {(row.number, row.trial_id) for row in ledger.guard.log.records()} == {(None, None), (3, "a")}
 
 
-def test_rejected_trial_that_runs_counts_as_launched(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rejected_trial_that_runs_counts_as_launched(capsys: pytest.CaptureFixture[str]) -> None:
     search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
     ledger = search.ledger
     ledger.judge({"width": 4096})

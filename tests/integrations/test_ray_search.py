@@ -21,13 +21,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import (
-    ConfigurationError,
-    LogWarning,
-    NothingFeasibleWarning,
-    UnguardedTrialWarning,
-    UnknownDeviceError,
-)
+from perfguard.exceptions import ConfigurationError, LogWarning, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
 from perfguard.record import TrialRecord
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor

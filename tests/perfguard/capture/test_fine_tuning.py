@@ -373,12 +373,7 @@ def test_sft_trainer_keeps_a_tile_of_logits(packing: bool, tmp_path: Path) -> No
         )
         adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         trl.SFTTrainer(
-            model=llama(),
-            args=options,
-            train_dataset=texts,
-            eval_dataset=texts,
-            processing_class=words(),
-            peft_config=adapters,
+            model=llama(), args=options, train_dataset=texts, eval_dataset=texts, processing_class=words(), peft_config=adapters
         ).train()
 
     found = capture(objective, A100)
