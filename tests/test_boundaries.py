@@ -105,23 +105,6 @@ def test_import_loads_nothing_heavy(package: str, needed: str) -> None:
     assert done.stdout.strip() == needed
 
 
-def test_predicting_loads_no_training() -> None:
-    # A prediction that needs the training's code needs all that this needs: tables, process pools, progress bars.
-    done = run_python("""
-import sys
-from perfguard import Workload, predict
-from perfguard_models import guardnet
-from torch import nn
-
-net = guardnet.load()
-for gpu in ("cpu", "a100", "h100"):
-    predict(Workload(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (4, 8), mode="infer"), gpu=gpu, predictor=net)
-print(*sorted(name for name in sys.modules if name.startswith("perfguard_research")))
-""")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
-
-
 @pytest.mark.parametrize(
     ("package", "host", "extra"), [("perfguard_optuna", "optuna", "optuna"), ("perfguard_ray", "ray", "ray")]
 )

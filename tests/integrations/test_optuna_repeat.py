@@ -15,7 +15,7 @@ import perfguard_optuna
 from perfguard import MeasurementStore, TensorSpec, Workload
 from perfguard_optuna import PerfGuardPruner
 
-NUM_TRIALS = 8
+NUM_TRIALS = 4
 
 
 def make_model(params: Mapping[str, Any]) -> nn.Module:

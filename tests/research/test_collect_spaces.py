@@ -84,7 +84,7 @@ def test_configuration_with_a_missing_library_is_left_out(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 def test_each_draft_can_be_traced_and_is_written_in_columns_of_the_table() -> None:
-    for draft in first(20, SPACES):
+    for draft in first(10, SPACES):
         graph = graph_of(dataclasses.replace(draft.row, batch_size=2), resolve_device("t4"))
         assert graph.mode == draft.row.mode
         assert graph.peak_live_bytes > 0
