@@ -64,18 +64,6 @@ def test_blocks_are_found_where_they_stand() -> None:
     assert list(STRANGER["commands_of"](page)) == ["make demo", "perfguard predict f.py:build --gpu a100"]
 
 
-def test_the_readme_has_what_a_stranger_does() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = list(STRANGER["commands_of"](page))
-    assert {"make demo", *STRANGER["LEFT_OUT"]} <= set(commands)
-    assert [words.split()[1] for words in commands if words.startswith("perfguard ")].count("check") == 1
-    assert len(STRANGER["code_of"](page, "python")) == 1
-
-
-def test_the_plain_script_takes_the_three_lines() -> None:
-    assert all(STRANGER["PLAIN_SCRIPT"].count(before) == 1 for before in STRANGER["THREE_LINES"])
-
-
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 

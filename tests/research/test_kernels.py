@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from perfguard import Workload, trace
+from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
 from perfguard_research.fusion import kernels
 from perfguard_research.fusion.network import read_fusion_model
@@ -34,3 +37,10 @@ def test_weights_refuse_damage_and_exchange(name: str, read: Callable[..., objec
     tensors.unlink()
     with pytest.raises(PredictorError, match="cannot be read"):
         read(tensors, card)
+
+
+def test_matrix_product_runs_as_matrix_product() -> None:
+    device = resolve_device("v100")
+    graph = trace(Workload(nn.Linear(1024, 1024), (512, 1024), mode="infer"), target=device)
+    (likeliest, *_) = kernels.shipped().of_operator(graph, device)
+    assert "gemm" in likeliest
