@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -28,6 +29,16 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
     parser.addoption("--fuzz-files", type=int, default=50, help="damaged ONNX files to read (default: 50)")
+
+
+def pytest_collection_finish() -> None:
+    """Measurements and dry runs collect garbage. What was imported until now need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -239,7 +239,7 @@ REPAIRS: dict[str, Any] = {"build": build_batch, "memory_budget": "160KiB", "on_
 def test_repair_is_in_what_a_searcher_suggests() -> None:
     search = guarded(ListSearcher([256, SMALL]), **REPAIRS)
     repaired, whole = (perfguard_ray.repair_of(search.suggest(name)) for name in "ab")
-    assert repaired.micro_batch_size * repaired.accumulation == 256
+    assert (repaired.micro_batch_size or 0) * repaired.accumulation == 256
     assert repaired.accumulation > 1
     assert (whole.micro_batch_size, whole.accumulation) == (None, 1)
 

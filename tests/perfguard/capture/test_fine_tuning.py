@@ -91,8 +91,10 @@ def with_lora() -> CapturedTrial:
 
 @pytest.mark.parametrize("device", ["cuda", 0, "torch.device(0)"])
 def test_lora_trains_its_adapters_only_on_any_name_of_the_gpu(device: Any) -> None:
-    named = torch.device(0) if device == "torch.device(0)" else device
-    found = with_lora() if device == "cuda" else capture(lambda: fit(with_adapters(llama()), device=named), A100)
+    def objective() -> None:
+        fit(with_adapters(llama()), device=torch.device(0) if device == "torch.device(0)" else device)
+
+    found = with_lora() if device == "cuda" else capture(objective, A100)
     assert_adapters_train(found)
     assert bytes_of(found, StorageKind.PARAMETER) == 4 * (LAYERS * LAYER + NORMS + TABLES + ADAPTERS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,14 +54,6 @@ A100 = resolve_device("a100")
 UNTRACKED = ("FSDP1", "FSDP1, bf16", "tensor parallelism")  # PyTorch's tracker does not know them
 COLLECTIVES = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"}
 PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().parameters())
-
-
-@pytest.fixture(autouse=True)
-def _few_objects_to_collect() -> Iterator[None]:
-    """A capture collects garbage after each step. The process of a dry run has frozen what was there before, as this does."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
