@@ -31,8 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-files", type=int, default=50, help="damaged ONNX files to read (default: 50)")
 
 
-def pytest_collection_finish() -> None:
-    """Measurements and dry runs collect garbage. What was imported until now need not be looked at each time."""
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """Measurements and dry runs collect garbage. What was imported before need not be looked at each time."""
     gc.collect()
     gc.freeze()
 

@@ -181,8 +181,8 @@ def test_mocked_objective_teaches_nothing(mock: Callable[[Any], None], gpu: str,
             mock(run)
         return float(width)
 
-    study.optimize(objective, n_trials=6)
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 6
+    study.optimize(objective, n_trials=12)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 12
     guard.log.close()
     assert verdicts(gpu, log) == fresh
 
