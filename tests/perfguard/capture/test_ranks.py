@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,6 +55,13 @@ A100 = resolve_device("a100")
 UNTRACKED = ("FSDP1", "FSDP1, bf16", "tensor parallelism")  # PyTorch's tracker does not know them
 COLLECTIVES = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"}
 PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().parameters())
+
+
+@pytest.fixture(autouse=True)
+def _little_to_collect() -> None:
+    """As in conftest.py, but for each test: the first of them imports much of PyTorch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
