@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -27,7 +28,18 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
-    parser.addoption("--fuzz-files", type=int, default=100, help="damaged ONNX files to read (default: 100)")
+    parser.addoption("--fuzz-files", type=int, default=50, help="damaged ONNX files to read (default: 50)")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """Measurements and dry runs collect garbage. What was imported before need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN = (
-    "perfguard",
-    "integrations/perfguard_optuna",
-    "integrations/perfguard_ray",
-    "models/perfguard_models",
-)
+MAIN = ("perfguard", "integrations/perfguard_optuna", "integrations/perfguard_ray", "models/perfguard_models")
 RESEARCH = ("models/perfguard_research",)
 """What the second distribution, perfguard-research, holds."""
 PACKAGES = (*MAIN, *RESEARCH)
@@ -108,23 +103,6 @@ def test_import_loads_nothing_heavy(package: str, needed: str) -> None:
     done = run_python(f"import sys, {package}; print(*sorted(set(sys.modules) & set({HEAVY!r})))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == needed
-
-
-def test_predicting_loads_no_training() -> None:
-    # A prediction that needs the training's code needs all that this needs: tables, process pools, progress bars.
-    done = run_python("""
-import sys
-from perfguard import Workload, predict
-from perfguard_models import guardnet
-from torch import nn
-
-net = guardnet.load()
-for gpu in ("cpu", "a100", "h100"):
-    predict(Workload(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (4, 8), mode="infer"), gpu=gpu, predictor=net)
-print(*sorted(name for name in sys.modules if name.startswith("perfguard_research")))
-""")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def run_example(*arguments: str, cwd: Path) -> str:
 @pytest.mark.slow
 def test_the_quickstart_compares_a_study_with_its_unguarded_twin(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    text = run_example(str(EXAMPLES / "quickstart.py"), "--seconds", "6", "--out", str(out), cwd=tmp_path)
+    text = run_example(str(EXAMPLES / "quickstart.py"), "--seconds", "3", "--out", str(out), cwd=tmp_path)
     trials, _, tables = text.partition("The same search for")
     verdicts = [words[1] for line in trials.splitlines() if (words := line.split()) and words[0].isdigit()]
     rows = {cells[1]: cells[2:4] for line in tables.splitlines() if len(cells := [cell.strip() for cell in line.split("│")]) == 5}

@@ -26,12 +26,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-_ON_CONDA = {
-    "ortools": "ortools-python",
-    "ray": "ray-tune",
-    "torch": "pytorch",
-    "torch-geometric": "pytorch_geometric",
-}
+_ON_CONDA = {"ortools": "ortools-python", "ray": "ray-tune", "torch": "pytorch", "torch-geometric": "pytorch_geometric"}
 """Names of packages that conda-forge calls otherwise than PyPI."""
 
 

@@ -21,7 +21,7 @@ _QUIET = {
 
 @pytest.fixture(scope="session")
 def ray_on_this_machine() -> Iterator[None]:
-    """A Ray of two processors, whatever cluster runs beside it."""
+    """A Ray of one processor: trials that take turns in one process import PyTorch once. Whatever cluster runs beside it."""
     import ray
 
     with pytest.MonkeyPatch.context() as environment:  # for Ray's processes, which inherit it
@@ -29,7 +29,7 @@ def ray_on_this_machine() -> Iterator[None]:
             environment.setenv(name, value)
         ray.init(
             "local",
-            num_cpus=2,
+            num_cpus=1,
             include_dashboard=False,
             object_store_memory=100 * 2**20,
             log_to_driver=False,

@@ -15,12 +15,7 @@ from optuna.trial import FrozenTrial
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import (
-    ConfigurationError,
-    LogWarning,
-    PredictorError,
-    UnknownDeviceError,
-)
+from perfguard.exceptions import ConfigurationError, LogWarning, PredictorError, UnknownDeviceError
 from perfguard.quantities import format_seconds
 from perfguard_optuna import PerfGuardPruner, record_of
 from tests.integrations.one_layer import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -147,8 +148,10 @@ def test_what_the_first_try_still_holds_is_named(monkeypatch: pytest.MonkeyPatch
     on_cpu = functools.partial(largest_tensors, "cpu", 1)
     monkeypatch.setattr("perfguard.leftovers.largest_tensors", lambda _: on_cpu())
     monkeypatch.setattr(f"{__name__}._history", [torch.ones(2**22)])
+    gc.unfreeze()  # conftest.py has hidden this module from the garbage collector
     with pytest.warns(MeasurementWarning, match=rf"9\.00 GiB are still .* \(4194304,\) of 16\.0 MiB in {__name__}\._history"):
         study_of(128).optimize(repairing(Greedy()), n_trials=1)
+    gc.freeze()
 
 
 def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

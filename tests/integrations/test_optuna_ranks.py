@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from queue import Empty
@@ -48,15 +47,7 @@ LIMIT_S = 100
 
 def ends_of(number: int, main: Callable[..., list[str]], *args: Any) -> list[Any]:
     """Run ``main(rank, *args)`` in so many processes. Return what each returned, what it raised, or its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # else each process would import torch
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    ends: Any = context.Queue()
-    processes = [context.Process(target=_be, args=(rank, number, port, ends, main, args)) for rank in range(number)]
-    for process in processes:
-        process.start()
+    processes, _, ends = group_of(number, (main, args), None)
     until = time.monotonic() + LIMIT_S
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -73,15 +64,65 @@ def ends_of(number: int, main: Callable[..., list[str]], *args: Any) -> list[Any
         return [found[rank] for rank in range(number)]
 
 
-def _be(rank: int, number: int, port: int, ends: Any, main: Callable[..., list[str]], args: tuple[Any, ...]) -> None:
+Together = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def together() -> Iterator[Together]:
+    """As `ends_of(2, ...)`, but one group plays all that it is asked, because most of a play is its start.
+
+    It is for plays that count the same trials on both ranks, and that make no dry run.
+    """
+    processes, asked, ends = group_of(2)
+
+    def play_it(main: Callable[..., list[str]], *args: Any) -> list[Any]:
+        assert all(process.is_alive() for process in processes), "an earlier play has ended the group"
+        for questions in asked:
+            questions.put((main, args))
+        try:
+            found = dict(ends.get(timeout=LIMIT_S) for _ in processes)
+        except Empty:
+            for process in processes:
+                process.kill()
+            raise
+        return [found[rank] for rank in range(2)]
+
+    yield play_it
+    for process, questions in zip(processes, asked, strict=True):
+        questions.put(None)
+        process.join(10)
+        process.kill()
+
+
+def group_of(number: int, *plays: tuple[Callable[..., list[str]], tuple[Any, ...]] | None) -> tuple[list[Any], list[Any], Any]:
+    """Start the processes of a group. Return them, where each is asked for plays, first for these, and where they answer."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # else each process would import torch
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    asked: list[Any] = [context.Queue() for _ in range(number)]
+    for questions in asked:
+        for one in plays:
+            questions.put(one)
+    ends: Any = context.Queue()
+    processes = [context.Process(target=_be, args=(rank, number, port, ends, asked[rank])) for rank in range(number)]
+    for process in processes:
+        process.start()
+    return processes, asked, ends
+
+
+def _be(rank: int, number: int, port: int, ends: Any, asked: Any) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), PERFGUARD_QUIET="1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=number, timeout=datetime.timedelta(seconds=600))
-    ranks.LONGEST_WAIT_S = 3.0 if out_of_memory_on_rank_1 in args else 1000.0  # elsewhere, to wait for a rank is to hang
-    try:
-        ends.put((rank, main(rank, *args)))
-    except Exception as error:
-        ends.put((rank, f"{type(error).__name__}: {error}"))
+    while (question := asked.get()) is not None:
+        main, args = question
+        ranks.LONGEST_WAIT_S = 3.0 if out_of_memory_on_rank_1 in args else 1000.0  # elsewhere, to wait for a rank is to hang
+        try:
+            ends.put((rank, main(rank, *args)))
+        except Exception as error:
+            ends.put((rank, f"{type(error).__name__}: {error}"))
     if rank == 0:  # which keeps the store
         time.sleep(0.5)
 
@@ -127,11 +168,10 @@ def nothing(rank: int, step: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_all_ranks_prune_together_inline(number: int, tmp_path: Path) -> None:
+def test_all_ranks_prune_together_inline(tmp_path: Path) -> None:
     """It hung for 75 s, or ended the ranks: 'TorchDistributedTrial' object has no attribute 'study'."""
     log = str(tmp_path / "log.db")
-    assert ends_of(number, inline, log, nothing, SMALL, LARGE, SMALL) == number * [["COMPLETE", "PRUNED", "COMPLETE"]]
+    assert ends_of(4, inline, log, nothing, SMALL, LARGE, SMALL) == 4 * [["COMPLETE", "PRUNED", "COMPLETE"]]
     records = MeasurementStore(log).records()
     assert sorted(record.verdict.action for record in records if record.verdict) == ["launch", "launch", "prune"]
     assert [record.status for record in records].count("ok") == 2
@@ -146,19 +186,19 @@ def greedy_and_slow_on_rank_1(rank: int, step: int) -> None:
     time.sleep(0.05 * rank)
 
 
-def test_one_row_has_the_largest_memory_and_the_slowest_step(tmp_path: Path) -> None:
+def test_one_row_has_the_largest_memory_and_the_slowest_step(together: Together, tmp_path: Path) -> None:
     log = str(tmp_path / "log.db")
-    assert ends_of(2, inline, log, greedy_and_slow_on_rank_1, SMALL) == 2 * [["COMPLETE"]]
+    assert together(inline, log, greedy_and_slow_on_rank_1, SMALL) == 2 * [["COMPLETE"]]
     (record,) = MeasurementStore(log).records()
     assert record.measured["memory"] > 4 * 2**24
     assert record.measured["step_time"] > 0.05
 
 
-def test_no_rank_hangs_when_the_verdict_raises_inline() -> None:
+def test_no_rank_hangs_when_the_verdict_raises_inline(together: Together) -> None:
     ended = ends_of(4, unjudgeable, True)
     assert all("UnguardedTrialError" in end for end in ended)
     assert all(end.startswith("UnguardedTrialError: Rank 0 could not begin the trial") for end in ended[1:])
-    assert ends_of(4, unjudgeable, False) == 4 * [["COMPLETE"]]
+    assert together(unjudgeable, False) == 2 * [["COMPLETE"]]
 
 
 def unjudgeable(rank: int, strict: bool) -> list[str]:
@@ -194,10 +234,9 @@ def out_of_memory(rank: int, step: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_no_rank_hangs_when_another_dies(number: int, tmp_path: Path) -> None:
+def test_no_rank_hangs_when_another_dies(tmp_path: Path) -> None:
     log = str(tmp_path / "log.db")
-    ended = ends_of(number, inline, log, dies_on_rank_1, SMALL, SMALL)
+    ended = ends_of(4, inline, log, dies_on_rank_1, SMALL, SMALL)
     assert ended[1] == 7
     assert all(isinstance(end, str) for rank, end in enumerate(ended) if rank != 1)  # an error of gloo
     (record,) = MeasurementStore(log).records()
@@ -211,9 +250,9 @@ def test_no_rank_hangs_when_another_fails(tmp_path: Path) -> None:
     assert isinstance(ended[0], str)
 
 
-def test_out_of_memory_prunes_only_if_all_ranks_end(tmp_path: Path) -> None:
+def test_out_of_memory_prunes_only_if_all_ranks_end(together: Together, tmp_path: Path) -> None:
     """Pruned alone, rank 1 would begin the next trial, while rank 0 waits for its gradients."""
-    assert ends_of(2, inline, str(tmp_path / "all.db"), out_of_memory, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+    assert together(inline, str(tmp_path / "all.db"), out_of_memory, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
     ended = ends_of(2, inline, str(tmp_path / "one.db"), out_of_memory_on_rank_1, SMALL, SMALL)
     assert ended[1] == "OutOfMemoryError: CUDA out of memory"
     (record,) = MeasurementStore(tmp_path / "one.db").records()
@@ -234,10 +273,10 @@ def by_decorator(rank: int, options: dict[str, Any], asks: bool, *widths: int) -
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_all_ranks_prune_together_with_guarded(asks: bool, tmp_path: Path) -> None:
+def test_all_ranks_prune_together_with_guarded(asks: bool, together: Together, tmp_path: Path) -> None:
     """By should_prune() or by report(): both reach all ranks, and an error of a suggestion on rank 0 reaches none."""
     log = str(tmp_path / "log.db")
-    ended = ends_of(2, by_decorator, {"log": log}, asks, SMALL, LARGE, SMALL)
+    ended = together(by_decorator, {"log": log}, asks, SMALL, LARGE, SMALL)
     assert ended == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
     assert [record.status for record in MeasurementStore(log).records()].count("ok") == 2
 
@@ -263,8 +302,8 @@ def unheeding(rank: int, strict: bool) -> list[str]:
         return play(rank, shown, LARGE)
 
 
-def test_trial_that_ran_against_its_verdict_is_reported() -> None:
-    assert ends_of(2, unheeding, False) == 2 * [["COMPLETE"]]
+def test_trial_that_ran_against_its_verdict_is_reported(together: Together) -> None:
+    assert together(unheeding, False) == 2 * [["COMPLETE"]]
     assert "against its verdict" in ends_of(2, unheeding, True)[0]
 
 
@@ -279,17 +318,16 @@ def by_pruner(rank: int, options: dict[str, Any], *widths: int) -> list[str]:
     return play(rank, objective, *widths, pruner=make_pruner(gpu=TOY_CPU, **options) if rank == 0 else None)
 
 
-def test_all_ranks_prune_together_with_a_pruner() -> None:
-    assert ends_of(2, by_pruner, {}, SMALL, LARGE, SMALL) == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
+def test_all_ranks_prune_together_with_a_pruner(together: Together) -> None:
+    assert together(by_pruner, {}, SMALL, LARGE, SMALL) == 2 * [["COMPLETE", "PRUNED", "COMPLETE"]]
 
 
-def test_strict_pruner_prunes_what_it_cannot_judge() -> None:
+def test_strict_pruner_prunes_what_it_cannot_judge(together: Together) -> None:
     """An error that rank 0 raises in should_prune() does not reach the other ranks, which wait for an answer."""
     options = {"build": unjudgeable_build, "strict": True}
-    assert ends_of(2, by_pruner, options, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+    assert together(by_pruner, options, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("perfguard.capture.ranks") is None, reason="needs a dry run of one rank of many")
 def test_all_ranks_prune_together_by_a_dry_run() -> None:
     """Nothing of the objective begins before the verdict, on any rank."""
     ended = ends_of(2, by_dry_run, SMALL, LARGE, SMALL)
@@ -306,7 +344,6 @@ def by_dry_run(rank: int, *widths: int) -> list[str]:
     return [*play(rank, guarded(objective, **settings(gpu=TOY_CPU)), *widths), f"{len(began)} began"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("perfguard.capture.ranks") is None, reason="needs a dry run of one rank of many")
 def test_guarded_study_shows_the_other_ranks_only_what_it_launches() -> None:
     assert ends_of(2, by_guarded_study) == [["COMPLETE", "PRUNED", "COMPLETE"], ["COMPLETE", "COMPLETE"]]
 
@@ -338,8 +375,8 @@ def repaired(rank: int) -> list[str]:
     return found
 
 
-def test_repair_is_the_same_on_all_ranks() -> None:
-    (first,), (second,) = ends_of(2, repaired)
+def test_repair_is_the_same_on_all_ranks(together: Together) -> None:
+    (first,), (second,) = together(repaired)
     assert first == second
     assert "accumulation=1," not in first
 

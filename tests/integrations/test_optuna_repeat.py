@@ -15,7 +15,7 @@ import perfguard_optuna
 from perfguard import MeasurementStore, TensorSpec, Workload
 from perfguard_optuna import PerfGuardPruner
 
-NUM_TRIALS = 8
+NUM_PROPOSALS = 24
 
 
 def make_model(params: Mapping[str, Any]) -> nn.Module:
@@ -49,8 +49,8 @@ def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
     """What was proposed and what was said of it, trial by trial, as the log has it."""
     study = perfguard_optuna.create_study(study_name="repeat", sampler=optuna.samplers.TPESampler(seed=3))
     store = MeasurementStore(log if isinstance(log, Path) else ":memory:")
-    pruner = PerfGuardPruner("a100", build=build, step_time_budget="4ms", log=store)
-    study.optimize(objective, n_trials=NUM_TRIALS, pruner=pruner)
+    pruner = PerfGuardPruner("a100", build=build, step_time_budget="6ms", log=store)
+    study.optimize(objective, n_trials=NUM_PROPOSALS, pruner=pruner, count="proposed")
     rows = [(record.number, record.params, record.in_words, record.reason, record.predicted) for record in store.records()]
     store.close()
     return rows

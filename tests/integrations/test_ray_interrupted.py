@@ -39,14 +39,6 @@ def console_of(process: BaseProcess, what: str, folder: Path) -> str:
     return (folder / what).read_text()
 
 
-def wait_for(names: list[str], folder: Path, process: BaseProcess, *, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not all((folder / name).exists() for name in names):
-        assert process.is_alive(), (folder / "start").read_text()
-        assert time.monotonic() < deadline, "the trials did not start in time"
-        time.sleep(0.1)
-
-
 def rows_of(folder: Path) -> dict[int, TrialRecord]:
     with MeasurementStore(folder / "log.db") as log:
         rows = log.records("run")
@@ -54,24 +46,35 @@ def rows_of(folder: Path) -> dict[int, TrialRecord]:
     return {row.params["width"]: row for row in rows}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["SIGINT", "SIGKILL"])
-def test_interrupted_run_is_resumed_into_the_same_rows(ending: str, tmp_path: Path) -> None:
-    """Trials that Ctrl-C had cut off were logged as ok with no steps, and what they cost after Tuner.restore was thrown away."""
-    process = begin("start", tmp_path)
-    wait_for(["half-8", "half-16"], tmp_path, process)
-    time.sleep(3)  # Tune saves its state each second
+def end(process: BaseProcess, what: str, folder: Path, number: signal.Signals) -> str:
+    """Ends the run in the middle of its first two trials. Returns what it printed."""
+    halves = [folder / f"half-{width}" for width in (8, 16)]
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(half.exists() for half in halves):
+        assert process.is_alive(), (folder / what).read_text()
+        assert time.monotonic() < deadline, "the trials did not start in time"
+        time.sleep(0.1)
+    time.sleep(2)  # Tune saves its state each second
     assert process.pid is not None
-    os.kill(process.pid, signal.Signals[ending])
-    console = console_of(process, "start", tmp_path)
+    os.kill(process.pid, number)
+    for half in halves:
+        half.unlink()
+    return console_of(process, what, folder)
+
+
+@pytest.mark.slow
+def test_run_that_is_interrupted_and_then_killed_is_resumed_into_the_same_rows(tmp_path: Path) -> None:
+    """Trials that Ctrl-C had cut off were logged as ok with no steps, and what they cost after Tuner.restore was thrown away."""
+    console = end(begin("start", tmp_path), "start", tmp_path, signal.SIGINT)
     assert "measure()" not in console, "it was there"
     assert "PerfGuard rejected width=4096" in console
     before = rows_of(tmp_path)
-    expected = "interrupted" if ending == "SIGINT" else None
-    assert {width: row.status for width, row in before.items()} == {8: expected, 4096: None, 16: expected, 24: None}
-    if ending == "SIGINT":
-        assert "interrupted" in console, "the account at the end"
-        assert "memory" in before[8].measured, "what it had reported is kept"
+    assert {width: row.status for width, row in before.items()} == {8: "interrupted", 4096: None, 16: "interrupted", 24: None}
+    assert "interrupted" in console, "the account at the end"
+    assert "memory" in before[8].measured, "what it had reported is kept"
+
+    end(begin("resume", tmp_path), "resume", tmp_path, signal.SIGKILL)
+    assert not {row.status for row in rows_of(tmp_path).values()} & {"ok", "failed"}
 
     (tmp_path / "go").touch()
     process = begin("resume", tmp_path)

@@ -21,13 +21,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import (
-    ConfigurationError,
-    LogWarning,
-    NothingFeasibleWarning,
-    UnguardedTrialWarning,
-    UnknownDeviceError,
-)
+from perfguard.exceptions import ConfigurationError, LogWarning, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
 from perfguard.record import TrialRecord
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -239,6 +233,17 @@ def test_object_in_the_space_is_named_as_unjudgeable() -> None:
         guarded(Placeholders([SMALL])).suggest("a")
 
 
+REPAIRS: dict[str, Any] = {"build": build_batch, "memory_budget": "160KiB", "on_violation": "repair"}
+
+
+def test_repair_is_in_what_a_searcher_suggests() -> None:
+    search = guarded(ListSearcher([256, SMALL]), **REPAIRS)
+    repaired, whole = (perfguard_ray.repair_of(search.suggest(name)) for name in "ab")
+    assert (repaired.micro_batch_size or 0) * repaired.accumulation == 256
+    assert repaired.accumulation > 1
+    assert (whole.micro_batch_size, whole.accumulation) == (None, 1)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -292,18 +297,10 @@ def train_repaired(config: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("kind", ["searcher", "generator"])
-def test_repair_reaches_training_function_and_log(kind: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "build": build_batch,
-        "memory_budget": "160KiB",
-        "on_violation": "repair",
-        "log": str(tmp_path / "log.db"),
-    }
-    widths = [256, SMALL]
-    search: Any = guarded(ListSearcher(widths), **options) if kind == "searcher" else guarded_generator(**options)
-    space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
-    results = make_tuner(search, tmp_path, space, 2 if kind == "searcher" else 1, trainable=train_repaired).fit()
+def test_repair_reaches_training_function_and_log(tmp_path: Path) -> None:
+    search = guarded_generator(**REPAIRS, log=str(tmp_path / "log.db"))
+    space = {"width": tune.grid_search([256, SMALL])}
+    results = make_tuner(search, tmp_path, space, 1, trainable=train_repaired).fit()
     assert results.num_errors == 0
     metrics: dict[int, Any] = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
     assert metrics[256]["batch_size"] * metrics[256]["passes"] == 256

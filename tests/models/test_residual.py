@@ -13,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import truncnorm
 
-from perfguard_models.residual import (
-    Bounds,
-    GPInputs,
-    ResidualPosterior,
-    ResidualPrior,
-    condition,
-)
+from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 
 PRIOR = ResidualPrior(bias=0.2, local=0.15, length=0.5, noise=0.1, trust=0.1)
 GUESS = ResidualPrior(bias=0.3, local=0.25, length=1.0, noise=0.1, of_the_step=0.9)

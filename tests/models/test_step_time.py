@@ -163,19 +163,3 @@ def test_step_without_operators_has_a_time() -> None:
 
 
 # The account
-
-
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("batch", [1, 2048])
-def test_longest_path_adds_up_to_the_step_time(network: str, card: str, batch: int) -> None:
-    packed = shipped().pack([step_of(graph_of(network, batch=batch), card)])
-    with torch.inference_mode():
-        clocks = shipped().network(packed)
-        path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
-        log_s = float(clocks.log_step_s(packed.is_launch, torch.zeros(2)))
-    assert math.log(path.total_s[0]) == pytest.approx(log_s, abs=TOLERANCE)
-    turn = np.flatnonzero(path.host_s[0])[-1]  # the host up to one launch, and the device from there on
-    assert not path.device_s[0, :turn].any()
-    assert (path.host_s[0, : turn + 1] > 0).all()
-    assert (path.device_s[0, turn:] > 0).all()

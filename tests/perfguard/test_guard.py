@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from perfguard.devices import Device
-from perfguard.exceptions import (
-    BudgetWarning,
-    ConfigurationError,
-    TraceError,
-    UnguardedTrialWarning,
-    UntrainedDeviceWarning,
-)
+from perfguard.exceptions import BudgetWarning, ConfigurationError, TraceError, UnguardedTrialWarning, UntrainedDeviceWarning
 from perfguard.graph import OpGraph, trace
 from perfguard.guard import Guard
 from perfguard.log import MeasurementStore

@@ -97,11 +97,7 @@ def test_measurement_of_another_device_measures_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("quantity", "estimate"),
-    [
-        ("latency", PREDICTION.step_time),
-        ("epoch_time", PREDICTION.step_time.scaled(10)),
-        ("cost", PREDICTION.cost(72.0)),
-    ],
+    [("latency", PREDICTION.step_time), ("epoch_time", PREDICTION.step_time.scaled(10)), ("cost", PREDICTION.cost(72.0))],
 )
 def test_multiple_of_a_time_is_measured_by_it(path: Path, quantity: Quantity, estimate: Estimate) -> None:
     verdict = Verdict.of(PREDICTION, [Limit(quantity, 3 * estimate.median, estimate)], accepted=0.5)

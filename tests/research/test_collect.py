@@ -34,13 +34,13 @@ CPU = resolve_device("cpu")
 @pytest.mark.slow
 def test_collected_table_can_be_evaluated(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    summary = collect(path, device=CPU, spaces=["mlp", "nas", "rnn"], max_rows=8, memory_limit=64 * MiB)
+    summary = collect(path, device=CPU, spaces=["mlp", "nas", "rnn"], max_rows=5, memory_limit=64 * MiB)
     columns, rows = read_table(path)
     assert tuple(columns) == COLUMNS
-    assert summary.rows.total() == len(rows) == 8
+    assert summary.rows.total() == len(rows) == 5
     assert {row["space"] for row in rows} == {"mlp", "nas", "rnn"}
     ok = [row for row in rows if row["status"] == "ok"]
-    assert len(ok) >= 5
+    assert len(ok) >= 3
     for row in ok:
         assert float(row["step_time_ms"]) > 0
         assert 0 < float(row["peak_memory_mib"]) < 256
@@ -153,7 +153,7 @@ def test_whatever_ends_the_program_leaves_a_table_to_go_on_with(number: signal.S
         [sys.executable, "-m", "perfguard.cli", *words], env=environment, stderr=subprocess.PIPE, text=True
     )
     end = time.monotonic() + 120
-    while not path.exists() or path.read_text().count("\n") < 4:
+    while not path.exists() or path.read_text().count("\n") < 3:
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -163,7 +163,7 @@ def test_whatever_ends_the_program_leaves_a_table_to_go_on_with(number: signal.S
         assert "Ended because Ctrl-C was pressed" in said
     assert main([*words, "--rows", "1"]) == 0
     numbers = [int(row["index"]) for row in read_table(path)[1]]
-    assert len(numbers) == len(set(numbers)) > 3
+    assert len(numbers) == len(set(numbers)) > 2
 
 
 # When the loop ends, and how it goes on

@@ -39,14 +39,6 @@ def test_weights_refuse_damage_and_exchange(name: str, read: Callable[..., objec
         read(tensors, card)
 
 
-def test_kernel_names_drop_template_and_architecture() -> None:
-    name = "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, X>(float*, int)"
-    assert kernels.kernel_family(name) == "cunn_SoftMaxForward"
-    assert kernels.kernel_family("volta_sgemm_128x64_nn") == kernels.kernel_family("ampere_sgemm_128x64_nn") == "sgemm_128x64_nn"
-    relu = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, Y>(int, Y)"
-    assert kernels.kernel_family(relu) == "vectorized_elementwise_kernel CUDAFunctor_add"
-
-
 def test_matrix_product_runs_as_matrix_product() -> None:
     device = resolve_device("v100")
     graph = trace(Workload(nn.Linear(1024, 1024), (512, 1024), mode="infer"), target=device)

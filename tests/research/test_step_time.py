@@ -98,16 +98,6 @@ def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableStepTime, 
     np.testing.assert_allclose(slow_host - usual, expected, atol=0.05)
 
 
-def test_prediction_is_the_geometric_mean_of_clocks_and_trees(with_trees: TrainableStepTime, runs: list[Run]) -> None:
-    clocks = TrainableStepTime.from_state(*with_trees.state())
-    assert with_trees.forest is not None
-    of_trees, clocks.forest = with_trees.forest.predict(sums_table(runs)), None
-    of_clocks = clocks.predict(runs)["time"]
-    np.testing.assert_allclose(with_trees.predict(runs)["time"], (of_clocks + of_trees) / 2)
-    labels = np.array([one.labels["time"] for one in runs])
-    assert np.abs(of_trees - labels).mean() < 0.3
-
-
 def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
     """Here larger steps were measured to be faster."""
     opposite = [one._replace(labels={"time": -one.labels["time"]}) for one in runs]

@@ -58,11 +58,10 @@ PARAMETER_BYTES = 4 * sum(parameter.numel() for parameter in language_model().pa
 
 
 @pytest.fixture(autouse=True)
-def _few_objects_to_collect() -> Iterator[None]:
-    """A capture collects garbage after each step. The process of a dry run has frozen what was there before, as this does."""
+def _little_to_collect() -> None:
+    """As in conftest.py, but for each test: the first of them imports much of PyTorch."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

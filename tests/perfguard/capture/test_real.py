@@ -102,11 +102,8 @@ def shallow() -> CapturedTrial:
     return captured_by(lambda: train(perceptron(4)))
 
 
-MODELS = [perceptron, convolutional, encoder, Checkpointed]
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [perceptron, convolutional, encoder, Checkpointed])
 def test_real_step_agrees_with_its_dry_run_and_changes_no_number(make: Callable[[], nn.Module], accumulation: int) -> None:
     # tolerance=1e-3: they agree to the byte, but for the scalar with which a backward pass begins
     step = RealStep(captured_by(lambda: train(make(), accumulation=accumulation)), "cpu", tolerance=1e-3)

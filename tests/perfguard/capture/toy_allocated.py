@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
-import subprocess
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from perfguard.capture.ranks import torchrun_variables
 from tests.perfguard.capture import toy_deepspeed
 from tests.perfguard.capture.toy_ranks import OPTIMIZERS, WAYS, train
+from tests.warm import run_warm
 
 
 def allocated_bytes(way: str, world_size: int) -> int:
     """The peak of a step, in a process of its own."""
-    command = [sys.executable, "-m", __spec__.name, way, str(world_size)]
-    # With LOCAL_SIZE of all ranks, DeepSpeed compiles a way through shared memory, and waits for the others.
-    variables = os.environ | torchrun_variables(world_size) | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
+    with pytest.MonkeyPatch.context() as environment:
+        # With LOCAL_SIZE of all ranks, DeepSpeed compiles a way through shared memory, and waits for the others.
+        for name, value in (torchrun_variables(world_size) | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}).items():
+            environment.setenv(name, value)
+        status, printed = run_warm("-m", __spec__.name, way, str(world_size), cwd=Path.cwd(), timeout_s=300)
+    assert status == 0, printed
+    return int(re.findall(r"^the peak: (\d+)$", printed, re.MULTILINE)[0])
 
 
 def begins(*_: Any) -> Any:
@@ -67,7 +70,7 @@ def main() -> None:
             as_on_a_gpu = functools.partial(torch.optim.AdamW, foreach=True)
             train(WAYS[way]("cpu"), "cpu", make_optimizer=OPTIMIZERS.get(way, as_on_a_gpu), around=begins)
 
-    print(peak_of_last_step(run))
+    print(f"\nthe peak: {peak_of_last_step(run)}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
 from perfguard.graph import StorageKind
 from perfguard.workload import CapturedTrial
+from tests.warm import processes
 
 VOCABULARY, STEPS = 1000, 4
 
@@ -206,7 +207,9 @@ def real_bytes(way: str, folder: Path) -> tuple[int, int]:
 
     Each is the least of eight steps on both ranks.
     """
-    torch.multiprocessing.spawn(_really_train, (way, str(folder)), nprocs=2)  # type: ignore[no-untyped-call, attr-defined]
+    start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+    processes()  # so that the two need not import torch
+    start(_really_train, (way, str(folder)), nprocs=2, start_method="forkserver")
     steps = [line.split() for rank in range(2) for line in (folder / f"rank{rank}").read_text().splitlines()]
     return min(int(peak) for peak, _ in steps), min(int(left) for _, left in steps)
 

@@ -123,9 +123,7 @@ def test_people_read_steps_and_the_phase_that_decides(write: Write, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "status", "line"),
     [
-        ([], 0, "fits: NVIDIA A100 PCIe 40 GB: needs "),
         (["--max-memory", "440MiB"], 3, "cannot tell: "),
-        (["--max-step-time", "1us"], 1, "does not fit: "),
         (["--max-trial-time", "1h"], 0, "the budget is 1.00 h"),  # the dry run has counted the steps
         (["--max-trial-time", "1ms"], 1, "does not fit: "),
         (["--max-cost", "$1"], 2, ""),

@@ -12,7 +12,7 @@ import pytest
 
 MODELS = str(Path(__file__).parents[3] / "examples" / "models.py")
 HEAVY = ("torch", "numpy", "scipy", "pandas", "sqlalchemy", "onnx", "rich")
-NOT_FOR_A_PREDICTION = ("sklearn", "scipy", "sqlalchemy", "alembic", "onnx", "matplotlib")
+NOT_FOR_A_PREDICTION = ("sklearn", "scipy", "sqlalchemy", "alembic", "onnx", "matplotlib", "perfguard_research")
 """PyTorch Geometric imports pandas and PyTorch's compiler."""
 
 

@@ -120,10 +120,7 @@ def test_kept_outputs_are_held_twice() -> None:
     ops = tuple(Op("add", "add", Phase.FORWARD, 0, 0, 0, (), (), "", (), "float32", {}) for _ in range(3))
     until_next_forward, whole = len(ops) + 1 + 1, len(ops)
     for death, peak, reserved in ((until_next_forward, 200, 230), (whole, 130, 130)):
-        storages = (
-            Storage(100 * MIB, StorageKind.ACTIVATION, 1, death, ""),
-            Storage(30 * MIB, StorageKind.TEMPORARY, 2, 2, ""),
-        )
+        storages = (Storage(100 * MIB, StorageKind.ACTIVATION, 1, death, ""), Storage(30 * MIB, StorageKind.TEMPORARY, 2, 2, ""))
         graph = OpGraph(ops, storages, "train", "fp32", "nchw")
         assert replay_allocator(graph).allocated_bytes == peak * MIB
         assert graph.peak_live_bytes == peak * MIB

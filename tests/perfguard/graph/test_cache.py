@@ -19,19 +19,7 @@ from tests.perfguard.graph.parts import total
 
 NETWORKS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8)), (8, 32)),
-    (
-        lambda: nn.Sequential(
-            nn.Conv2d(
-                3,
-                16,
-                3,
-            ),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Conv2d(16, 16, 3, 2),
-        ),
-        (3, 16, 16),
-    ),
+    (lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2)), (3, 16, 16)),
     (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (8, 32)),
     (lambda: nn.LSTM(16, 16, 2, batch_first=True), (4, 16)),
 ]

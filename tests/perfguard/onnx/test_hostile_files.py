@@ -174,7 +174,7 @@ def test_functions_that_grow_without_end_are_refused(tmp_path: Path) -> None:
             functions.append(helper.make_function("mine", name, ["a"], ["b"], body, opsets))
         model = model_of([helper.make_node("F0", ["x"], ["y"], domain="mine")])
         model.functions.extend(functions)
-        refused(tmp_path, model, match, cpu_s=3)
+        refused(tmp_path, model, match, cpu_s=1)
 
     laughs = {**{f"F{at}": [f"F{at + 1}"] * 8 for at in range(12)}, "F12": ["Exp"]}
     refused_functions(laughs, r"(takes more than .*|stops the onnx library .*) in its functions")
