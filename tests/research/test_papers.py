@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OP_KINDS, OpGraph
+from perfguard.graph import OP_KINDS, OpGraph, Phase, StorageKind
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Predictor
 from perfguard_models.calibration import NEW_GPU, Calibration
@@ -19,7 +24,9 @@ from perfguard_models.trained import write_trained
 from perfguard_research.dataset import Run, folds
 from perfguard_research.learners import learner_class
 from perfguard_research.papers import served
-from perfguard_research.papers.layers import FEATURE_SETS, GLOBAL_COLUMNS
+from perfguard_research.papers.dnnperf import NodeEdgeEncoder
+from perfguard_research.papers.layers import FEATURE_SETS, GLOBAL_COLUMNS, NODE_COLUMNS, kernels, layers_of
+from perfguard_research.papers.perfseer import PerfSeer, pcgrad
 from tests.laws import fitted, some_graphs, some_runs
 
 
@@ -57,6 +64,42 @@ def test_paper_is_silent_outside_its_scope(name: str, others: str) -> None:
     assert np.isnan(learner.predict(outside)["time"]).all()
 
 
+def test_dnnperf_edge_decides_what_its_only_reader_takes() -> None:
+    """A softmax over incoming edges gives a node with one of them the weight 1, whatever the edge is."""
+    torch.manual_seed(0)
+    encoder, h = NodeEdgeEncoder(8), 3 * torch.randn(2, 8)
+    edge, forward = torch.randn(1, 8), torch.tensor([[0], [1]])
+    (_, small), (_, large) = (encoder(h, size * edge, forward)[0] for size in (1, 10))
+    assert (small - large).abs().max() > 0.01
+
+
+def test_dnnperf_sees_backward_operators_temporaries_and_gradients() -> None:
+    graph, view = some_graphs("train")[0], some_runs("dnnperf")[0].view
+    assert len(view["kind"]) == len(graph.ops)
+    assert set(view["kind"] // len(OP_KINDS)) == set(Phase)
+    temporary, gradients = view["nodes"][:, len(NODE_COLUMNS) :].T
+    parameters = sum(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.PARAMETER)
+    written = sum(size for size, op in zip(gradients, graph.ops, strict=True) if op.phase is Phase.BACKWARD)
+    assert written >= parameters  # each parameter has a gradient of its size
+    assert temporary.any()
+
+
+def test_perfseer_ratios_are_those_of_the_trace(graphs: list[OpGraph]) -> None:
+    """Computed from standardised logarithms, the intensity had the wrong sign."""
+    graph = graphs[0]
+    layers = layers_of(graph, resolve_device("a100"))._asdict()
+    nodes, _, facts = PerfSeer().features(layers)
+    flops = np.array([op.flops for op in graph.ops])
+    access = np.array([op.bytes_read + op.bytes_written for op in graph.ops])
+    columns = len(NODE_COLUMNS)
+    np.testing.assert_allclose(nodes[:, columns], access, rtol=1e-5)
+    np.testing.assert_allclose(nodes[:, columns + 1], flops / access, rtol=1e-5)
+    np.testing.assert_allclose(nodes[:, columns + 2], flops / flops.sum(), rtol=1e-5)
+    totals = facts[len(GLOBAL_COLUMNS) + 3 :][:3]
+    np.testing.assert_allclose(totals[:2], [flops.sum(), access.sum()], rtol=1e-5)
+    assert facts[-1] == pytest.approx(flops.sum() / access.sum())
+
+
 def test_perfseer_knows_utilisation_only_where_it_was_measured() -> None:
     runs = some_runs("perfseer")
     bare = {name: value for name, value in runs[0].labels.items() if name in ("memory", "time")}
@@ -66,6 +109,73 @@ def test_perfseer_knows_utilisation_only_where_it_was_measured() -> None:
     predicted = learner.predict([known, other_card, other_kind])
     assert np.isfinite(predicted["time"]).all()
     assert np.isfinite(predicted["sm_active"]).tolist() == [True, False, False]
+
+
+def test_lilou_adds_up_the_latencies_of_fused_subgraphs() -> None:
+    learner = fitted("lilou", some_runs("lilou"), epochs=2)
+    run = some_runs("lilou")[0]
+    view = run.view
+    alone = view["kernel"]
+    pairs = _with(run, kernel=alone // 2)
+    twice = _with(
+        run,
+        **{name: np.concatenate([view[name]] * 2) for name in ("kind", "nodes", "edges")},
+        edge_index=np.concatenate([view["edge_index"], view["edge_index"] + len(alone)], axis=1),
+        kernel=np.concatenate([alone // 2, alone // 2 + len(alone)]),
+    )
+    cut = _with(pairs, edge_index=view["edge_index"][:, :0], edges=view["edges"][:0])
+    learner._labels[2:] = torch.tensor([[-50.0], [50.0]])  # type: ignore[attr-defined]  # the range does not matter here
+    eager, fused, double, without_edges = learner.predict([run, pairs, twice, cut])["time"]
+    assert double == pytest.approx(fused + math.log(2), abs=1e-5)
+    assert fused != pytest.approx(eager, abs=1e-3)
+    assert fused != pytest.approx(without_edges, abs=1e-5)  # attention works within a kernel
+
+
+def test_lilou_kernels_start_alike_whatever_they_fuse() -> None:
+    """GraphSizeNorm takes a kernel of many operators to the bias: with a bias of 0 they took all of it, and learnt alone."""
+    run = some_runs("lilou")[0]
+    fused = _with(run, kernel=run.view["kernel"] // 5)
+    learner = fitted("lilou", [run, fused], epochs=0)
+    learner._labels[2:] = torch.tensor([[-50.0], [50.0]])  # type: ignore[attr-defined]
+    alone, together = (math.exp(time) for time in learner.predict([run, fused])["time"])
+    assert alone / together == pytest.approx(len(set(run.view["kernel"])) / len(set(fused.view["kernel"])), rel=1e-5)
+
+
+def test_lilou_reads_the_kernels_of_compiled_steps(graphs: list[OpGraph]) -> None:
+    device, graph = resolve_device("a100"), graphs[0]
+    fused = kernels(dataclasses.replace(graph, options=("compiled",)), device)["kernel"]
+    assert len(set(kernels(graph, device)["kernel"])) == len(graph.ops)
+    assert len(set(fused)) < len(fused) == len(graph.ops)
+
+
+def test_dippm_readout_grows_with_the_network() -> None:
+    """The authors' code sums the nodes; a mean does not know how many there are."""
+    learner = fitted("dippm", some_runs("dippm"), epochs=1)
+    run = some_runs("dippm")[0]
+    view = run.view
+    number = len(view["kind"])
+    twice = _with(
+        run,
+        **{name: np.concatenate([view[name]] * 2) for name in ("kind", "nodes", "edges")},
+        edge_index=np.concatenate([view["edge_index"], view["edge_index"] + number], axis=1),
+    )
+    seen: list[torch.Tensor] = []
+    network: Any = learner._network  # type: ignore[attr-defined]
+    network.connected[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    learner.predict([run, twice])
+    (both,) = seen
+    hidden = network.out.in_features
+    torch.testing.assert_close(both[1, :hidden], 2 * both[0, :hidden])
+
+
+def test_pool_has_the_stride_of_its_shapes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(4))
+    graph = trace(Workload(model, inputs=(2, 3, 32, 32), mode="infer"))
+    pool = [op.kind for op in graph.ops].index("pool")
+    nodes = layers_of(graph, resolve_device("a100")).nodes
+    found = {name: nodes[pool, NODE_COLUMNS.index(name)] for name in ("kernel_height", "kernel_width", "stride", "padding")}
+    assert found == {"kernel_height": 4, "kernel_width": 4, "stride": 4, "padding": 0}
 
 
 @pytest.mark.parametrize("name", ["dnnperf", "dippm"])
@@ -100,6 +210,15 @@ def _set(facts: Any, name: str, value: float) -> Any:
     changed = facts.copy()
     changed[GLOBAL_COLUMNS.index(name)] = value
     return changed
+
+
+def test_gradient_surgery_takes_out_what_conflicts() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    first, second = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 1.0])
+    pcgrad([(parameter * first).sum(), (parameter * second).sum()], [parameter])
+    # (1, 0) loses its part along (-1, 1), and becomes (0.5, 0.5); (-1, 1) loses its part along (1, 0), and becomes (0, 1).
+    assert parameter.grad is not None
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.5, 1.5]))
 
 
 # Calibration
