@@ -5,8 +5,8 @@ What belongs on the device is on meta, and the rest of the program is real:
     parameters and buffers      on meta from their making on; those of a model made earlier, at its first forward pass
     `.to("cuda")`, `.cuda()`    on meta
     a batch from a loader       real, read by the process itself; a twin on meta stands for it where an operator meets it
-    `.cpu()`, `.numpy()`        zeros; of what was copied to the device as it is, its values
-    `.item()`, `if loss > 0`    0.0, 0 or False, likewise
+    `.cpu()`, `.numpy()`        zeros; of labels, lengths and masks, and of what follows from them, their values (`values.py`)
+    `.item()`, `if loss > 0`    0, and what holds for 0, likewise
 
 So the same modes that trace a described workload (:class:`DevicePaths`, :class:`Recorder`) see the user's step.
 """
@@ -18,11 +18,10 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -35,6 +34,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.trainers import follow_trainers
+from perfguard.capture.values import Values, zeros_on_host
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
@@ -49,12 +49,6 @@ if TYPE_CHECKING:
 
 LoaderEvent = Literal["begins", "asked", "gave", "ended"]
 aten = torch.ops.aten
-
-
-def _host_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros on the host in the shape of ``tensor``. The system hands out no page of them before it is written to."""
-    flat = torch.from_numpy(np.zeros(tensor.numel() * tensor.element_size(), dtype=np.uint8))
-    return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
 class HostTensors(TorchDispatchMode):
@@ -83,32 +77,15 @@ class HostTensors(TorchDispatchMode):
         """Samples and tokens of what each pass of a model has read first of a batch. 0 tokens: it is no text."""
         self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Storages of a batch that no model has read yet."""
-        self._sources: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
-        """Of storages that were copied to the device: the tensor there, without its values, and that of the host."""
-
-    def remember(self, twin: torch.Tensor, source: torch.Tensor) -> None:
-        """Note that ``twin`` on the device has the values of ``source``."""
-        with _disable_current_modes():
-            self._sources[twin.untyped_storage()] = empty_twin(twin), source.detach()
+        self.values = Values()
 
     def restored(self, source: torch.Tensor) -> torch.Tensor:
         """Return the twin on the device of a tensor of a file."""
         twin = empty_twin(source)
         if not source.is_meta:
-            self.remember(twin, source)
+            self.values.remember(twin, source)
         self.recorder.index_of(twin, name="torch.load")
         return twin
-
-    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the host reads of a tensor on the device: labels and sizes are read back."""
-        with _disable_current_modes():
-            known = self._sources.get(tensor.untyped_storage())
-            is_changed = not tensor.is_inference() and tensor._version > 0
-            if known is None or tensor.dtype != known[0].dtype or is_changed:
-                return _host_values(tensor)
-            like, source = known
-            whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(source)
-            return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types_ and any(hasattr(kind, "__tensor_flatten__") for kind in types_):
@@ -125,27 +102,35 @@ class HostTensors(TorchDispatchMode):
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
+            if not given and _is_meta_device(kwargs.get("device")):
+                return self.values.run(func, args, kwargs, self.recorder.record)
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
         if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):  # the others in inference mode
-            value = self.values_of(args[0]).item()
+            value = self.values.read(args[0]).item()
             return bool(value) if func is aten.is_nonzero.default else value
         if func in (aten.equal.default, aten.allclose.default):
-            return False
+            return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
-            return self.values_of(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            return self.values.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default:
             if not args[0].is_meta:
                 return args[0]
             if not args[1].is_meta:  # it goes to its place at once, as the weights of a file do
                 args = args[0], args[0], *args[2:]
-        if func is aten.index.Tensor and any(_is_host_mask(index) for index in args[1]):
-            args = args[0], [part for index in args[1] for part in _positions(index)]
+        if func is aten.index.Tensor:
+            args = args[0], [part for index in args[1] for part in self._positions(index)]
+        if func is aten._ctc_loss.Tensor:  # its kernel reads the lengths
+            func, args = aten._ctc_loss.default, (*args[:2], *(self.values.read(x).tolist() for x in args[2:4]), *args[4:])
         if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
             parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
-            func, args, kwargs = torch.ops.perfguard.fused_optimizer_, (parameters, gradients, [*itertools.chain(*state)]), {}
+            func, args, kwargs = (
+                torch.ops.perfguard.fused_optimizer_.default,
+                (parameters, gradients, [*itertools.chain(*state)]),
+                {},
+            )
         if any(not tensor.is_meta and tensor.dim() for tensor in given) and func not in _READING_LENGTHS:
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
         if self.in_forward and self._unread:
@@ -157,7 +142,19 @@ class HostTensors(TorchDispatchMode):
                         self.awaits_batch = False
                         is_text = tensor.dim() == 2 and not tensor.is_floating_point()
                         self.batches.append((len(tensor), tensor.numel() if is_text else 0))
-        return func(*args, **kwargs)
+        return self.values.run(func, args, kwargs, self.recorder.record)
+
+    def _positions(self, index: Any) -> Sequence[Any]:
+        """A mask with values selects as many as it says."""
+        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+            return (index,)
+        if not index.is_meta:
+            return index.nonzero().unbind(1)
+        if not self.values.are_known(index):
+            return (index,)
+        positions = self._run(aten.nonzero.default, (index,), {})
+        with _disable_current_modes():
+            return positions.unbind(1)  # type: ignore[no-any-return]
 
     def _arrived(self, twin: torch.Tensor) -> torch.Tensor:
         self.recorder.mark([("targets", twin)], StorageKind.INPUT)
@@ -169,7 +166,7 @@ class HostTensors(TorchDispatchMode):
         self.num_copies += 1
         dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
-        self.remember(twin, source)
+        self.values.remember(twin, source)
         return self._arrived(twin)
 
     def _with_twins(self, value: Any) -> Any:
@@ -183,7 +180,9 @@ class HostTensors(TorchDispatchMode):
         views = self._twins.setdefault(tensor.untyped_storage(), {})
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in views:
-            views[place] = self._arrived(empty_twin(tensor))
+            twin = views[place] = self._arrived(empty_twin(tensor))
+            if tensor.numel() <= self.values.most_elements:
+                self.values.remember(twin, tensor.clone())  # a clone does not keep what the twin lives as long as
         return views[place]
 
 
@@ -192,15 +191,6 @@ _READING_LENGTHS = (aten._pack_padded_sequence.default, aten._pad_packed_sequenc
 
 def _is_meta_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
-
-
-def _is_host_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and not index.is_meta and index.dtype in (torch.bool, torch.uint8)
-
-
-def _positions(index: Any) -> tuple[Any, ...]:
-    """A mask on the host has values, so its size is known."""
-    return index.nonzero().unbind(1) if _is_host_mask(index) else (index,)
 
 
 class Placement(TorchFunctionMode):
@@ -236,7 +226,7 @@ class Placement(TorchFunctionMode):
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
         if func in _VALUES and on_meta:
-            args = (self._host.values_of(source.detach()), *args[1:])
+            args = (self._host.values.read(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
             return source.to(META)
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
@@ -257,13 +247,9 @@ class Placement(TorchFunctionMode):
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
-        if on_meta and func in _TESTS:  # that a loss is not finite is an exception
-            with _disable_current_modes():
-                if func in _FINITE or self._host.values_of(source).all():
-                    self._host.remember(out, torch.ones((), dtype=torch.bool).expand(out.shape))
         if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
             with _disable_current_modes():
-                self._host.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
+                self._host.values.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
         return out
 
     @staticmethod
@@ -284,8 +270,6 @@ _BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(fu
 """What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
-_FINITE = {torch.isfinite, torch.Tensor.isfinite}
-_TESTS = _FINITE | {torch.all, torch.Tensor.all}
 _IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""
@@ -483,7 +467,7 @@ def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:  # it was saved in the dry run
-                return restored(tensor) if device_kind == "cpu" or is_on_device("cuda:0") else _host_values(tensor)
+                return restored(tensor) if device_kind == "cpu" or is_on_device("cuda:0") else zeros_on_host(tensor)
             return restored(tensor) if tensor.untyped_storage().data_ptr() in found else tensor
 
         with _disable_current_modes():

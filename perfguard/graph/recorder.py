@@ -234,6 +234,10 @@ class Recorder(TorchDispatchMode):
         self._note(func, operator, args, kwargs, out)
         return out
 
+    def record(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Write down an operator whose result ``out`` others have made."""
+        self._note(func, operator_of(func), args, kwargs, out)
+
     def _note(
         self, func: torch._ops.OpOverload, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:

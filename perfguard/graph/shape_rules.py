@@ -1,4 +1,4 @@
-"""Outputs of the most frequent operators on meta, by their shapes alone.
+"""Outputs of operators on meta, by their shapes alone: of the most frequent, and of those for which PyTorch has no meta kernel.
 
 For some operators PyTorch's meta kernel is a decomposition in Python that takes a millisecond, and a network calls them a hundred
 times. A rule makes the same outputs (shape, strides, dtype) in a few microseconds where the case is plain, and declines
@@ -166,6 +166,17 @@ def _sum(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, 
     return _empty(shape, x.dtype)
 
 
+def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *_: Any) -> Any:
+    """Losses, and the forward variables of each time step: of blanks and letters of the longest target (Graves et al. 2006)."""
+    most_steps, number = log_probs.shape[:2]
+    longest = targets.shape[1] if targets.dim() == 2 else int(max(target_lengths))
+    return _empty((number,), log_probs.dtype), _empty((number, most_steps, 2 * longest + 1), log_probs.dtype)
+
+
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> Any:
+    return empty_twin(log_probs)
+
+
 Rule = Callable[..., Any]
 SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.native_batch_norm.default: _batch_norm,
@@ -188,10 +199,17 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     **dict.fromkeys((aten._foreach_sqrt.default, aten._foreach_add.List), _list),
 }  # fmt: skip
 
+WITHOUT_META_KERNEL: dict[torch._ops.OpOverload, Rule] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
+"""Of operators that only a rule can run."""
+
 
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the output of ``func``: on meta by its rule, if it has one, or else from PyTorch's own kernel."""
-    rule = SHAPE_RULES.get(func)
+    rule = SHAPE_RULES.get(func) or WITHOUT_META_KERNEL.get(func)
     firsts = (x[0] if type(x) is list and x else x for x in args)
     if rule is not None and any(map(is_meta, firsts)):  # of the host's tensors, the values are needed
         out = rule(*args, **kwargs)

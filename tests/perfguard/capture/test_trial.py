@@ -456,15 +456,16 @@ def test_torchmetrics_counts_on_the_device() -> None:
     assert capture(objective, A100).unseen == ""
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_masks_select_rows(on_host: bool) -> None:
+@pytest.mark.parametrize("keeps", ["on the host", "on the device", "by the network"])
+def test_masks_select_rows(keeps: str) -> None:
     def objective() -> None:
         model = nn.Linear(20, 3).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x, y in rows():
-            if not on_host:
+            y[:8] = -1
+            if keeps != "on the host":
                 x, y = x.cuda(), y.cuda()
-            keep = y >= 0
+            keep = y >= 0 if keeps != "by the network" else model(x).sum(1) > 0
             x, y = x[keep].cuda(), y[keep].cuda()
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -472,12 +473,80 @@ def test_masks_select_rows(on_host: bool) -> None:
 
     graph = capture(objective, A100).graph
     products = [op for op in graph.ops if op.kind == "matmul"]
-    if on_host:  # the values are there
-        assert products[0].shape == (32, 3)
+    if keeps != "by the network":  # the values are there
+        assert products[0].shape == (24, 3)
         assert graph.unmodelled == ()
     else:
-        assert products[0].shape == (16, 3)
+        assert products[1].shape == (16, 3)
         assert "half" in " ".join(graph.unmodelled)
+
+
+def counts_classes(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    return F.binary_cross_entropy_with_logits(model(x)[:, : int(labels.max()) + 1], F.one_hot(labels).float())
+
+
+def weighs_classes(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    classes, counts = labels.unique(return_counts=True)
+    return (model(x)[:, classes] / counts).square().mean()
+
+
+def repeats_rows(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    return model(torch.repeat_interleave(x, labels, dim=0)).square().mean()
+
+
+def fills_a_padded_batch(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    lengths = torch.arange(5, device=x.device)[None] < labels[:, None]
+    return model(x[:, None].expand(-1, 5, -1)[lengths]).square().mean()
+
+
+def checks_the_outputs(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    outputs = model(x)
+    if not (outputs[:, 1:] >= outputs[:, :1]).all() and x.is_meta:  # what is not known is 0
+        raise ValueError("corners are not ordered")
+    return outputs.square().mean()
+
+
+def spells_words(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    log_probs = model(x).log_softmax(1)[:, None].expand(-1, 2, -1)
+    targets = torch.ones(2, 3, dtype=torch.int64, device=x.device)
+    return F.ctc_loss(log_probs, targets[targets > 0], torch.full((2,), len(x)), (targets > 0).sum(1))
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of the matrix products that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize(
+    "loss", [counts_classes, weighs_classes, repeats_rows, fills_a_padded_batch, checks_the_outputs, spells_words]
+)
+def test_values_of_labels_decide_sizes_as_they_do_in_the_real_step(loss: Any) -> None:
+    """Held against the same step on the host, where it has the same labels."""
+    labels = torch.tensor([0, 4, 1, 1, 2, 3, 3, 3])
+
+    def step(device: str) -> None:
+        model = nn.Linear(20, 5).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model, torch.ones(8, 20).to(device), labels.to(device)).backward()
+            optimizer.step()
+
+    graph = capture(lambda: step("cuda"), A100).graph
+    assert graph.unmodelled == ()
+    with Products() as real:
+        step("cpu")
+    products = [op.shape for op in graph.ops if op.kind == "matmul"]
+    assert products == real.shapes[: len(products)]
 
 
 def test_a_trained_model_may_go_to_the_host() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfguard.graph.shape_rules import SHAPE_RULES
+from perfguard.graph.shape_rules import SHAPE_RULES, WITHOUT_META_KERNEL
 
 aten = torch.ops.aten
 LAYOUTS = ("contiguous", "channels_last", "transposed", "expanded")
@@ -118,3 +119,13 @@ def test_every_rule_takes_its_plain_case() -> None:
     counter = meta((), torch.int64)
     assert is_taken(aten.add_.Tensor, (counter, torch.tensor(1)), {})
     assert not is_taken(aten.add_.Tensor, (counter, torch.tensor(1.5)), {})  # which PyTorch refuses
+
+
+@pytest.mark.parametrize("targets", [torch.ones(3, 4, dtype=torch.int64), torch.ones(8, dtype=torch.int64)])
+def test_rules_without_a_meta_kernel_make_what_the_kernel_of_the_host_makes(targets: torch.Tensor) -> None:
+    log_probs, lengths = torch.randn(10, 3, 5).log_softmax(2), ([10, 9, 8], [4, 3, 1])
+    loss = aten._ctc_loss.default(log_probs, targets, *lengths)
+    backward = (loss[0], log_probs, targets, *lengths, *loss, 0)
+    for func, args in ((aten._ctc_loss.default, backward[1:5]), (aten._ctc_loss_backward.default, backward)):
+        on_meta = [item.to("meta") if isinstance(item, torch.Tensor) else item for item in args]
+        assert described(WITHOUT_META_KERNEL[func](*on_meta)) == described(func(*args))
