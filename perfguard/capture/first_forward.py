@@ -11,6 +11,7 @@ So the set-up happens once and may depend on values, but a trial that is pruned 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -182,6 +183,7 @@ class FirstForward:
             _optimizer._global_optimizer_pre_hooks = _optimizer._global_optimizer_pre_hooks.copy()
             self._watch = self._stack.enter_context(watching(self._device))
             self._watch.join(self._begun)
+            gc.freeze()  # garbage is collected after each step; what was there before is none
         except BaseException as error:
             self._end(error)
         return self._watch

@@ -50,14 +50,16 @@ class Loaders:
 
     Args:
         num_operators: counts the operators recorded so far.
-        seconds_spared: for how long batches that show nothing new are given all the same, before the first step and after the
-            third: an epoch may end before its loader does, and a metric may ask for as many outputs as there are labels.
+        seconds_spared: for how many seconds of work batches that show nothing new are given all the same, before the first step
+            and after the third: an epoch may end before its loader does, and a metric may ask for as many outputs as there are
+            labels.
     """
 
     def __init__(self, num_operators: Callable[[], int], *, seconds_spared: float) -> None:
         self._num_operators = num_operators
         self._seconds_spared = seconds_spared
-        self._spared_until = math.inf
+        self._spared_from: tuple[float, float] | None = None
+        """Where the clocks of the processor and of the wall stood when that began. None: it has not."""
         self.must_spare = False
         """Whether nothing may be cut yet: an optimizer that was made has not stepped."""
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
@@ -97,7 +99,11 @@ class Loaders:
     @property
     def may_spare(self) -> bool:
         """Whether there is time for what shows nothing new."""
-        return time.monotonic() <= self._spared_until
+        if self._spared_from is None:
+            return True
+        # What counts is work. A busy machine takes longer for it, and a slow disk waits without any.
+        took_s, waited_s = (now - then for now, then in zip(_clocks(), self._spared_from, strict=True))
+        return took_s <= self._seconds_spared and waited_s <= 3 * self._seconds_spared
 
     @property
     def feed_steps(self) -> bool:
@@ -182,7 +188,7 @@ class Loaders:
     def begin_forward(self, *, is_first: bool, evaluates: bool) -> None:
         """Note a forward pass of a model. What was given since the last step feeds an evaluation, if it has no gradients."""
         if is_first:
-            self._spared_until = time.monotonic() + self._seconds_spared
+            self._spared_from = _clocks()
         self._evaluates = evaluates
         if evaluates:
             for loader in self._giving:
@@ -221,7 +227,7 @@ class Loaders:
                 self._end_first_epoch(num_steps - 1)
             self._num_epochs += 1
         if len(self._used) == 3:
-            self._spared_until = time.monotonic() + self._seconds_spared
+            self._spared_from = _clocks()
 
     def _end_first_epoch(self, num_steps: int) -> None:
         most = self._steps_of_whole()
@@ -280,6 +286,10 @@ def batches_given() -> Mapping[Any, int]:
     """Return the iterators over loaders of this process, with the number of batches that each has given."""
     found = [each for each in gc.get_objects() if issubclass(type(each), dataloader._BaseDataLoaderIter)]
     return weakref.WeakKeyDictionary({each: each._num_yielded for each in found})
+
+
+def _clocks() -> tuple[float, float]:
+    return time.process_time(), time.monotonic()
 
 
 def samples_in_batch(loader: Any) -> int | None:
