@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -255,24 +256,27 @@ class OptunaGuard:
         known.run = self._start_run(lambda optimizer: self._after_step(study, known, optimizer))
         self._running[threading.get_ident()] = known
 
-    def judge_late(self, study: optuna.Study, trial: AnyTrial, found: CapturedTrial | Exception) -> None:
+    def judge_late(self, study: optuna.Study, trial: AnyTrial, found: CapturedTrial | Exception, *, waited_s: float) -> None:
         """Judge a trial that runs already by what was ``found`` of it: what it runs, or why that is not known.
+
+        It has ``waited_s`` seconds for that, and waits for the verdict. Neither is its own time.
 
         Raises:
             optuna.TrialPruned: if the trial does not fit.
             UnguardedTrialError: if it cannot be judged, and the guard is strict.
         """
-        params = WatchedParams(trial.params)
+        known, params = self._trial(study, trial), WatchedParams(trial.params)
 
         def make_workload() -> AnyWorkload:
             if isinstance(found, Exception):
                 raise found
             return self.guard.with_steps(found, params)
 
-        decision = self.decide(study, trial, params, make_workload, is_read=False)
+        with nullcontext() if known.run is None else known.run.left_out(after_s=waited_s):
+            decision = self.decide(study, trial, params, make_workload, is_read=False)
         if decision.verdict.action == "prune":
-            self._trial(study, trial).run = None  # what it cost until now is not what it would have cost
-            del self._running[threading.get_ident()]
+            known.run = None  # what it cost until now is not what it would have cost
+            self._running.pop(threading.get_ident(), None)
             raise optuna.TrialPruned(decision.verdict.reason)
 
     def decision_of(self, study: optuna.Study, trial: AnyTrial) -> Decision | None:

@@ -147,6 +147,8 @@ class GuardedObjective:
         guard.calls_objective = True
         self._captures: ObjectiveBuild | None = None
         self._lock = threading.Lock()
+        self._num_failed = 0
+        """Trials in a row that could not be judged at their first forward pass either."""
         self.num_launched = 0
 
     def begin(self, study: optuna.Study) -> None:
@@ -248,7 +250,7 @@ class GuardedObjective:
             guarded._build = None
             return guarded
         except CaptureError as problem:
-            if not leads_ranks():
+            if not leads_ranks() and self._num_failed < 3:  # as often as dry runs are tried
                 guarded.first_forward = self._first_forward_of(guarded, captures, problem)
                 self.guard.begin_unjudged(trial.study, guarded)
                 return guarded
@@ -261,7 +263,8 @@ class GuardedObjective:
         def judge(found: CapturedTrial | Exception) -> None:
             with uninterrupted():
                 captures.note_set_up(first_forward.set_up_s)
-                self.guard.judge_late(trial.study, trial, found)
+                self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
+                self.guard.judge_late(trial.study, trial, found, waited_s=first_forward.waited_s)
 
         first_forward = FirstForward(self.guard.device, judge, lambda: leave_study(trial), problem=problem)
         return first_forward

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from perfguard.capture.sandbox import leave_databases, write_nothing
+from perfguard.capture.sandbox import leave_databases, leave_files, write_nothing
 from perfguard.exceptions import CaptureError, TooLargeError
 
 if TYPE_CHECKING:
@@ -379,6 +379,7 @@ def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], 
         return value
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_files()
     found = seen(lambda: objective(ask), device, spares=spares)
     try:
         send("failed" if isinstance(found, Exception) else "captured", found)

@@ -6,6 +6,8 @@ The trial runs for real until a model that is trained begins its first forward p
     the child       enters the stage in the middle of the objective, goes on with the user's code until all is seen, and ends
 
 So the set-up happens once and may depend on values, but a trial that is pruned has paid for it.
+
+The child has what the set-up has opened: files, sockets, memory that is shared. It makes all of that its own before it goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -26,13 +29,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.nn.modules.module as hooks
 import torch.optim.optimizer as _optimizer
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from perfguard.capture.dry_runs import HAS_SENT, await_child, change_nothing, say_nothing, shown
 from perfguard.capture.loaders import batches_given
+from perfguard.capture.sandbox import leave_files, leave_shared_memory
 from perfguard.capture.trial import Watch, watching
 from perfguard.exceptions import CaptureError
 from perfguard.workload import CapturedTrial
@@ -49,7 +53,8 @@ class FirstForward:
 
     Args:
         device: the guarded device.
-        judge: called once, with what the child has seen, or why it has seen nothing. What it raises ends the trial there.
+        judge: called once, with what the child has seen, or why it has seen nothing. What it raises ends the trial there, and
+            again at each later forward pass, if the objective catches it.
         leave_study: called in the child before all else: what the objective reports from now on is to reach nobody.
         problem: why the trial was not dry-run before.
         most_seconds: how long the child may take.
@@ -72,18 +77,24 @@ class FirstForward:
         self._judge = judge
         self._leave_study = leave_study
         self._problem = problem
-        self._is_judged = False
-        self.set_up_s = 0.0
-        """Seconds until the first forward pass, after which a model is trained."""
-        self._began_at = 0.0
-        self._tried: set[int] = set()
-        """Ids of the models and optimizers from which on a dry run was tried, and of the models' parts."""
-        self._tries_left = most_tries
         self._most_seconds = most_seconds
         self._most_bytes = most_bytes
+        self._tries_left = most_tries
+        self._is_judged = False
+        self._ended: Exception | None = None
+        """What has ended the trial."""
+        self.set_up_s = 0.0
+        """Seconds until the first forward pass, after which a model is trained."""
+        self.waited_s = 0.0
+        """Seconds that the trial has waited for the dry run and the verdict."""
+        self._began_at = 0.0
+        self._begun = batches_given()
+        self._made_before = frozenset(id(each) for each in gc.get_objects() if issubclass(type(each), nn.Parameter))
+        self._tried: dict[int, weakref.ref[Any]] = {}
+        """Models and optimizers from which on a dry run was tried, and the models' parts, by their ids."""
         self._thread = threading.get_ident()
-        self._stack = ExitStack()
-        self._begun: Mapping[Any, int] = {}
+        self._hooks = ExitStack()
+        self._stage = ExitStack()
         self._watch: Watch
         self._pipe: Connection
         """To the process before."""
@@ -92,78 +103,111 @@ class FirstForward:
 
     def __enter__(self) -> FirstForward:
         self._began_at = time.monotonic()
-        self._begun = batches_given()
-        self._stack.callback(hooks.register_module_forward_pre_hook(self._before_forward).remove)
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._forward_hook = register_module_forward_pre_hook(self._before_forward)
+        self._hooks.callback(self._forward_hook.remove)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._child:
             self._end(error)
-        self._stack.close()
+        self._hooks.close()
+        if error is None and self._ended is not None:
+            raise self._ended
         if not self._is_judged and error is None:
-            self._judge(self._problem)
+            self._say(self._problem)
+
+    def _is_looking(self) -> bool:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread or self._child:
+            return False
+        if self._ended is not None:
+            raise self._ended
+        return not self._is_judged
+
+    def _was_tried(self, one: Any) -> bool:
+        found = self._tried.get(id(one))
+        return found is not None and found() is one  # the id of one that is gone may be that of the next
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        trains = not self._child and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
-        if trains and id(module) not in self._tried and (watch := self._dry_run()):
-            watch.enter_module(module, args)
-        self._tried.update(map(id, module.modules()) if trains else ())
+        if not self._is_looking() or self._was_tried(module) or not torch.is_grad_enabled():
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            if (watch := self._dry_run()) is not None:
+                watch.enter_module(module, args)
+            else:
+                self._tried.update((id(part), weakref.ref(part)) for part in module.modules())
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A closure has the forward pass. So has every step of Lightning."""
-        if self._child:
+        if not self._is_looking():
             return None
-        watch = None if id(optimizer) in self._tried else self._dry_run()
+        watch = None if self._was_tried(optimizer) else self._dry_run()
         if watch is not None:
             return watch.before_step(optimizer, args, kwargs, depth=2)
-        self._tried.add(id(optimizer))
+        self._tried[id(optimizer)] = weakref.ref(optimizer)
         if not self._is_judged:
-            self._is_judged = True
-            self._judge(self._problem)
+            self._say(self._problem)
         return None
+
+    def _say(self, found: CapturedTrial | Exception) -> None:
+        """Judge, once. After that nobody looks any longer, unless the trial goes on though it was ended."""
+        self._is_judged = True
+        try:
+            self._judge(found)
+        except Exception as error:
+            self._ended = error
+            raise
+        self._forward_hook.remove()
+        self._tried.clear()
 
     def _dry_run(self) -> Watch | None:
         """Fork, and judge what the child sees. Return, in the child, what watches the objective from now on."""
         is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()  # who would wait for this one
-        if self._is_judged or not self._tries_left or is_one_of_many or threading.get_ident() != self._thread:
+        if not self._tries_left or is_one_of_many:
             return None
-        self.set_up_s = self.set_up_s or time.monotonic() - self._began_at
-        here, there = Pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads; one whose lock is held costs the time limit
-            child = os.fork()
+        began = time.monotonic()
+        self.set_up_s = self.set_up_s or began - self._began_at
+        self._tries_left -= 1
+        try:
+            here, there = Pipe()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads; one whose lock is held costs the time limit
+                child = os.fork()
+        except OSError as error:
+            self._problem = CaptureError(f"{self._problem}; its process cannot be forked ({error})")
+            return None
         if not child:
             return self._go_on(there)
         there.close()
         with here:
             found = self._received(child, here)
+        self.waited_s += time.monotonic() - began
         if not isinstance(found, CaptureError):
-            self._is_judged = True
-            self._judge(found)
+            self._say(found)
         elif f"{found}" not in f"{self._problem}":
             self._problem = CaptureError(f"{self._problem}; from a first forward pass on, {found}")
-        self._tries_left -= 1
         return None
 
     def _received(self, child: int, pipe: Connection) -> CapturedTrial | Exception:
         found: list[CapturedTrial | Exception] = []
 
         def wait(seconds: float) -> None:
-            if found or not pipe.poll(seconds):
-                return
-            with suppress(EOFError):
-                found.append(pipe.recv())
+            if not found and pipe.poll(seconds):
+                with suppress(EOFError):
+                    found.append(pipe.recv())
 
         try:
             problem = await_child(child, self._most_seconds, self._most_bytes, os.getppid(), wait)
         except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
             raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGTERM)  # processes that the objective has started
         wait(0.0)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGTERM)  # processes that the objective has started
+        if problem:  # it may hang in the same way again
+            self._tries_left = 0
         return found[0] if found and not problem else CaptureError(problem or "the dry run has said nothing")
 
     # --- The child --------------------------------------------------------------------------------------------------------------
@@ -176,13 +220,15 @@ class FirstForward:
             with suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             say_nothing()
+            leave_files(connections_but=pipe.fileno())
+            leave_shared_memory()
             self._leave_study()
             change_nothing()
             torch.set_num_threads(1)  # the threads of the process before have not come along
             # The step of an optimizer goes through its hooks, which must stay as they are until it is through.
             _optimizer._global_optimizer_pre_hooks = _optimizer._global_optimizer_pre_hooks.copy()
-            self._watch = self._stack.enter_context(watching(self._device))
-            self._watch.join(self._begun)
+            self._watch = self._stage.enter_context(watching(self._device))
+            self._watch.join(self._begun, self._made_before)
             gc.freeze()  # garbage is collected after each step; what was there before is none
         except BaseException as error:
             self._end(error)
@@ -193,10 +239,12 @@ class FirstForward:
             os._exit(0)
 
         def show() -> CapturedTrial:
-            with self._stack:
+            with self._stage:
                 if error is not None:
                     raise error
             return replace(self._watch.captured(), source="captured at the first forward pass")
 
-        self._pipe.send(shown(show))
-        os._exit(HAS_SENT)
+        try:
+            self._pipe.send(shown(show))
+        finally:
+            os._exit(HAS_SENT)

@@ -119,9 +119,15 @@ class Loaders:
         feeding = []
         for iterator, number in batches_given().items():
             loader = next((each for each in loaders if each._index_sampler is iterator._index_sampler), None)
+            if loader is None and iterator._auto_collation:  # `for batch in DataLoader(...)` keeps the iterator alone
+                loader = _loader_of(iterator)
             if loader is not None:
                 own = dataloader.DataLoader.__iter__(loader)  # the workers are those of the process before
-                deque(itertools.islice(own._sampler_iter, number), maxlen=0)
+                if loader._dataset_kind == dataloader._DatasetKind.Iterable:
+                    with _disable_current_modes(), suppress(StopIteration):
+                        deque((own._next_data() for _ in range(number)), maxlen=0)
+                else:
+                    deque(itertools.islice(own._sampler_iter, number), maxlen=0)
                 iterator.__class__, iterator.__dict__ = type(own), vars(own)
                 self._passes[loader] = _Pass(num_batches=number)
                 if number != begun.get(iterator, 0):
@@ -280,6 +286,16 @@ class Loaders:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):
             return None
+
+
+def _loader_of(iterator: Any) -> Any:
+    """A loader that makes what the loader of ``iterator`` made, which is gone."""
+    sampler, data = iterator._index_sampler, iterator._dataset
+    if iterator._dataset_kind == dataloader._DatasetKind.Iterable:
+        return dataloader.DataLoader(data, sampler.batch_size, collate_fn=iterator._collate_fn, drop_last=sampler.drop_last)
+    loader = dataloader.DataLoader(data, batch_sampler=sampler, collate_fn=iterator._collate_fn)
+    vars(loader)["batch_size"] = getattr(sampler, "batch_size", None)
+    return loader
 
 
 def batches_given() -> Mapping[Any, int]:

@@ -18,7 +18,7 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -275,9 +275,9 @@ _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout
 """Modules that make tensors of the numbers of ranks. These have values."""
 
 
-def put_on_meta(module: nn.Module) -> None:
-    """Replace what ``module`` holds by tensors on meta. Each stays the same object, so its optimizer still has it."""
-    for tensor in (*module.parameters(), *module.buffers()):
+def put_on_meta(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace parameters and buffers by tensors on meta. Each stays the same object, so its optimizer still has it."""
+    for tensor in tensors:
         if not tensor.is_meta and not nn.parameter.is_lazy(tensor):
             replace_by_meta(tensor)
 

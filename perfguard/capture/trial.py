@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,9 +176,19 @@ class Watch:
         stack.enter_context(self._paths)
         stack.enter_context(self._placement)
 
-    def join(self, begun: Mapping[Any, int]) -> None:
-        """Begin in the middle of an objective. What was made before is real. ``begun``: see :meth:`Loaders.join`."""
+    def join(self, begun: Mapping[Any, int], made_before: frozenset[int]) -> None:
+        """Begin in the middle of an objective.
+
+        Args:
+            begun: see :meth:`Loaders.join`.
+            made_before: ids of the parameters that were there before the trial. Those of the trial belong on the stage, even if
+                they are in no model that runs: copies of weights, an image that is optimized.
+        """
         self.loaders.join(begun)
+        for each in gc.get_objects():
+            if issubclass(type(each), nn.Parameter) and id(each) not in made_before:
+                with suppress(CaptureError):
+                    put_on_meta([each])
         nn.Module()  # libraries that are imported already are followed
         join_trainers(self.loaders)
 
@@ -187,7 +197,7 @@ class Watch:
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """Note that a forward pass of ``module`` begins."""
         if self._depth == 0 and id(module) not in self._paths_of:
-            put_on_meta(module)
+            put_on_meta((*module.parameters(), *module.buffers()))
             for name, part in (*module.named_modules(), *module_inside(module).named_modules()):
                 self._paths_of[id(part)] = path_inside(name)
         self._modules.append(self._paths_of.get(id(module), ""))
@@ -354,6 +364,8 @@ class Watch:
         Raises:
             CaptureError: if there was no step.
         """
+        if self.marks and not self._recorder.ops:
+            raise CaptureError("Nothing of a step was seen on the device. Describe what the objective runs: build=...")
         if not self.marks:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
         self._held = self._lasting()

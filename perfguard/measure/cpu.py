@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ class CpuProbe:
         if not _reset_peak():
             self._sampler = threading.Thread(target=self._sample, name="perfguard-rss", daemon=True)
             self._sampler.start()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What the block leaves behind is none of the run's."""
+        before = psutil.Process().memory_info().rss
+        yield
+        if self._base_bytes is not None:
+            self._base_bytes += max(0, psutil.Process().memory_info().rss - before)
 
     def stamp(self) -> None:
         return None

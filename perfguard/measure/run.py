@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -107,6 +107,14 @@ class Run:
                 except StopIteration:
                     return
             yield item
+
+    @contextmanager
+    def left_out(self, *, after_s: float) -> Iterator[None]:
+        """Take the block, and the ``after_s`` seconds before it, for no part of the trial: it waits for its verdict."""
+        began_s = time.perf_counter()
+        with self._probe.left_out() if isinstance(self._probe, CpuProbe) else nullcontext():
+            yield
+        self._started_at += after_s + time.perf_counter() - began_s
 
     @property
     def num_steps(self) -> int:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +27,7 @@ from perfguard.exceptions import CaptureError
 from perfguard.workload import CapturedTrial
 
 CPU = resolve_device("cpu")
+MAIN = os.getpid()
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
@@ -105,6 +114,127 @@ def test_the_trial_goes_on_as_if_nothing_had_happened() -> None:
     for guarded, alone in zip(weights(found.append), weights(None), strict=True):
         assert torch.equal(guarded, alone)
     assert isinstance(found[0], CapturedTrial)
+
+
+def read_lines(folder: Path) -> Iterator[torch.Tensor]:
+    """Reads a file while it trains."""
+    (folder / "rows.csv").write_text("".join(f"{row:100}\n" for row in range(2000)))  # more than a buffer
+    with (folder / "rows.csv").open() as rows:
+        for row in itertools.islice(rows, 0, None, 100):
+            yield torch.full((4, 8), float(row))
+
+
+def map_a_file(folder: Path) -> Iterator[torch.Tensor]:
+    """Writes into shared memory while it trains."""
+    seen = np.memmap(folder / "seen.bin", dtype=np.float32, mode="w+", shape=(20,))
+    for number in range(20):
+        assert seen[number] == 0
+        seen[number] = 1
+        yield torch.ones(4, 8)
+
+
+def keep_a_temporary_file(folder: Path) -> Iterator[torch.Tensor]:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(20):
+            yield torch.ones(4, 8)
+        assert Path(file.name).exists()
+
+
+def write_a_log(folder: Path) -> Iterator[torch.Tensor]:
+    with (folder / "log").open("w") as log:
+        for number in range(20):
+            log.write(f"{number}\n")
+            log.flush()
+            yield torch.ones(4, 8)
+    assert (folder / "log").read_text().split() == [str(number) for number in range(20)]
+
+
+def ask_another_process(folder: Path) -> Iterator[torch.Tensor]:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for number in range(20):
+            child.stdin.write(f"{number}\n")
+            if os.getpid() == MAIN:  # a dry run hears nothing
+                assert child.stdout.readline() == f"{number}\n"
+            yield torch.ones(4, 8)
+
+
+@pytest.mark.parametrize("batches", [read_lines, map_a_file, keep_a_temporary_file, write_a_log, ask_another_process])
+def test_what_the_set_up_has_opened_is_out_of_reach(batches: Callable[[Path], Iterator[torch.Tensor]], tmp_path: Path) -> None:
+    def objective() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        losses = []
+        for x in batches(tmp_path):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    alone, found = objective(), list[Any]()
+    with FirstForward(CPU, found.append, lambda: None, problem=CaptureError("why")):
+        assert objective() == alone
+    assert isinstance(found[0], CapturedTrial), found[0]
+
+
+def test_parameters_of_no_module_are_counted() -> None:
+    def objective() -> None:
+        weight = nn.Parameter(torch.randn(20, 300))
+        optimizer = torch.optim.Adam([weight])
+        for _ in range(4):
+            optimizer.zero_grad()
+            (torch.ones(8, 20) @ weight).square().mean().backward()
+            optimizer.step()
+
+    seen, whole = judged(objective), capture(objective, CPU)
+    assert isinstance(seen, CapturedTrial)
+    assert seen.graph.content_hash == whole.graph.content_hash
+
+
+def test_a_loader_that_nobody_else_holds_is_followed() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            for (x,) in DataLoader(TensorDataset(torch.randn(96, 20)), batch_size=8):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+    seen = judged(objective)
+    assert isinstance(seen, CapturedTrial)
+    assert (seen.steps, seen.steps_per_epoch, seen.samples_per_step) == (24, 12, 8)
+
+
+def test_another_thread_is_another_trial() -> None:
+    found: list[Any] = []
+    with FirstForward(CPU, found.append, lambda: None, problem=CaptureError("why")):
+        other = threading.Thread(target=train, args=(plain,))
+        other.start()
+        other.join()
+        assert not found
+        train(plain)
+    assert [type(each) for each in found] == [CapturedTrial]
+
+
+def test_a_verdict_that_the_objective_catches_is_raised_again() -> None:
+    steps: list[int] = []
+
+    def judge(seen: Any) -> None:
+        raise Ended
+
+    def careless(*args: Any) -> None:
+        with suppress(Exception):
+            plain(*args)
+            steps.append(1)
+
+    with pytest.raises(Ended), FirstForward(CPU, judge, lambda: None, problem=CaptureError("why")):
+        train(careless)
+    assert not steps
 
 
 def test_a_model_of_the_set_up_is_not_taken_for_the_trained_one() -> None:
