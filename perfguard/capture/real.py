@@ -84,7 +84,7 @@ class RealStep(Recorder):
         if self._optimizer is None:
             self._optimizer = optimizer
             dynamo = sys.modules.get("torch._dynamo.utils")  # what is compiled would run in another way under a mode
-            is_compiled = dynamo is not None and bool(dynamo.counters.get("frames"))
+            is_compiled = dynamo is not None and any(map(dynamo.counters.get, ("frames", "stats")))  # whole graphs make no frames
             is_elsewhere = len(self._own(parameters)) < len(parameters)
             if is_compiled or is_elsewhere or isinstance(optimizer, torch.optim.LBFGS) or _get_current_dispatch_mode_stack():
                 return False

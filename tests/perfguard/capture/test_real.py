@@ -156,6 +156,17 @@ def test_what_cannot_be_compared_is_not_recorded(changes: Any) -> None:
     assert (step.ops, step.difference) == ([], "")
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_step_is_not_recorded(fullgraph: bool) -> None:
+    """It would not compile below a recorder, and what must be one graph would raise."""
+    torch._dynamo.reset()  # what another test has compiled is not compiled again
+    model = perceptron(8)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=fullgraph)
+    with watching(RealStep(shallow(), "cpu")) as step:
+        train(model)
+    assert (step.ops, step.difference) == ([], "")
+
+
 def test_device_that_is_not_the_guarded_one_is_not_recorded() -> None:
     with watching(RealStep(shallow(), "cuda")) as step:
         train(perceptron(8))
