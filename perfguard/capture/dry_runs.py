@@ -11,6 +11,7 @@ A child that hangs, dies or takes too much memory costs its limit, and its trial
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -111,12 +112,11 @@ class DryRuns:
         if not hasattr(os, "fork"):
             raise CaptureError("This system has no fork, so no objective can be dry-run. Describe what trials run: build=...")
         here, there = Pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the server does not take
-            self._server = os.fork()
+        keeps_autograd = autograd_refuses_forks()
+        self._server = fork(keeps_autograd=keeps_autograd)
         if not self._server:
             here.close()
-            _serve(there, self._objective, self._device, self._most_bytes, os.getppid())
+            _serve(there, self._objective, self._device, self._most_bytes, os.getppid(), keeps_autograd)
         there.close()
         self._pipe = here
 
@@ -285,7 +285,9 @@ def _exactly(answers: Mapping[str, Answer]) -> Any:
     return tuple((name, type(known.value).__name__, repr(known.value)) for name, known in answers.items())
 
 
-def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int, parent: int) -> NoReturn:
+def _serve(
+    pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int, parent: int, keeps_autograd: bool
+) -> NoReturn:
     """Fork a child for each request, until the process before ends or closes the pipe."""
     try:
         os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees
@@ -305,7 +307,7 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
             if request != "run":  # for a child that has ended by itself
                 continue
             number, most_s, spares = content
-            child = os.fork()
+            child = fork(keeps_autograd=keeps_autograd)
             if not child:
                 _dry_run(pipe, number, objective, device, spares)
             problem = await_child(child, most_s, most_bytes, parent)
@@ -316,6 +318,58 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
         pass
     finally:
         os._exit(0)
+
+
+def autograd_refuses_forks(*, most_seconds: float = 5.0) -> bool:
+    """Whether a backward pass raises in a child of this process: one was run here, and PyTorch sees a GPU. A child tries it."""
+    if "torch" not in sys.modules:
+        return False
+    child = fork(keeps_autograd=False)
+    if not child:
+        import torch
+
+        try:
+            torch.ones((), requires_grad=True).backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    ends_at = time.monotonic() + most_seconds
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > ends_at:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False
+        time.sleep(0.001)
+    return os.waitstatus_to_exitcode(ended[1]) == 1
+
+
+def fork(*, keeps_autograd: bool) -> int:
+    """Fork as ``os.fork`` does. With ``keeps_autograd``, PyTorch learns nothing of it, so its autograd runs in the child.
+
+    PyTorch refuses because the threads that run its backward passes on GPUs are not in the child. A dry run needs none of them.
+
+    Raises:
+        CaptureError: if this system cannot hide a fork.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; one whose lock is held costs the time limit
+        if not keeps_autograd:
+            return os.fork()
+        hidden = getattr(ctypes.PyDLL(None), "_Fork", None)  # POSIX.1-2024: without the handlers of pthread_atfork; glibc 2.34
+        if hidden is None:
+            raise CaptureError(
+                "A backward pass was run in this process already, so PyTorch refuses one in a dry run. Begin the study first."
+            )
+        python = ctypes.pythonapi
+        python.PyOS_BeforeFork()
+        process = int(hidden())
+        (python.PyOS_AfterFork_Parent if process else python.PyOS_AfterFork_Child)()
+    if not process:
+        with suppress(ImportError):  # the threads of OpenBLAS, which has not learnt of it either
+            from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+            threadpool_limits(1)
+    return process
 
 
 def say_nothing() -> None:

@@ -18,7 +18,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -34,7 +33,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from perfguard.capture.dry_runs import HAS_SENT, await_child, change_nothing, say_nothing, shown
+from perfguard.capture.dry_runs import HAS_SENT, autograd_refuses_forks, await_child, change_nothing, fork, say_nothing, shown
 from perfguard.capture.loaders import batches_given
 from perfguard.capture.sandbox import leave_files, leave_shared_memory
 from perfguard.capture.trial import Watch, watching
@@ -170,10 +169,8 @@ class FirstForward:
         self._tries_left -= 1
         try:
             here, there = Pipe()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads; one whose lock is held costs the time limit
-                child = os.fork()
-        except OSError as error:
+            child = fork(keeps_autograd=autograd_refuses_forks())
+        except (OSError, CaptureError) as error:
             self._problem = CaptureError(f"{self._problem}; its process cannot be forked ({error})")
             return None
         if not child:

@@ -701,3 +701,10 @@ def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
     parent.stdout.close()
     assert ends(child)
     assert ends(server)
+
+
+def test_dry_runs_begin_after_a_backward_pass_beside_a_gpu() -> None:
+    """PyTorch refuses another in a process that is forked then: of a second study in a notebook, nothing would be seen."""
+    script = Path(__file__).parent / "toy_gpu_threads.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout, done.returncode) == ("5\n5\n5\n", 0), done.stderr
