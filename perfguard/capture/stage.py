@@ -521,7 +521,7 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
         "is_bf16_supported": True, "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None,
         "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "memory_stats": {}, "memory_summary": "",
-        "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None,
+        "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None, "_lazy_init": None,
         "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
         "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(),
     }  # fmt: skip
