@@ -181,7 +181,7 @@ class HostTensors(TorchDispatchMode):
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in views:
             twin = views[place] = self._arrived(empty_twin(tensor))
-            if tensor.numel() <= self.values.most_elements:
+            if tensor.numel() <= self.values.most_elements and not tensor.is_cuda:
                 self.values.remember(twin, tensor.clone())  # a clone does not keep what the twin lives as long as
         return views[place]
 
