@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -115,24 +114,28 @@ class Loaders:
 
         ``begun`` holds the :func:`batches_given` when the trial began. Those that have given more feed the first step.
         """
+        gc.collect()  # an iterator that is gone feeds nothing
         loaders = [each for each in gc.get_objects() if issubclass(type(each), dataloader.DataLoader)]
-        feeding = []
+        feeding, ended = [], []
         for iterator, number in batches_given().items():
             loader = next((each for each in loaders if each._index_sampler is iterator._index_sampler), None)
             if loader is None and iterator._auto_collation:  # `for batch in DataLoader(...)` keeps the iterator alone
                 loader = _loader_of(iterator)
-            if loader is not None:
-                own = dataloader.DataLoader.__iter__(loader)  # the workers are those of the process before
-                if loader._dataset_kind == dataloader._DatasetKind.Iterable:
-                    with _disable_current_modes(), suppress(StopIteration):
-                        deque((own._next_data() for _ in range(number)), maxlen=0)
-                else:
-                    deque(itertools.islice(own._sampler_iter, number), maxlen=0)
-                iterator.__class__, iterator.__dict__ = type(own), vars(own)
-                self._passes[loader] = _Pass(num_batches=number)
-                if number != begun.get(iterator, 0):
-                    feeding.append(loader)
-        self._giving = feeding
+            if loader is None:
+                continue
+            own = dataloader.DataLoader.__iter__(loader)  # the workers are those of the process before
+            with _disable_current_modes(), suppress(StopIteration):
+                for _ in range(number):
+                    own._next_data() if loader._dataset_kind == dataloader._DatasetKind.Iterable else next(own._sampler_iter)
+            iterator.__class__, iterator.__dict__ = type(own), vars(own)
+            self._passes[loader] = _Pass(num_batches=number)
+            if number != begun.get(iterator, 0):
+                with suppress(TypeError, NotImplementedError):  # it streams
+                    if number >= len(loader):
+                        ended.append(loader)
+                        continue
+                feeding.append(loader)
+        self._giving = feeding or ended
 
     def load(self, loader: Any, event: LoaderEvent) -> Any:
         """Follow a loader that begins, is asked for a batch, has given it, or has ended.
