@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
@@ -703,6 +704,7 @@ def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
     assert ends(server)
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "_Fork"), reason="this C library cannot hide a fork")
 def test_dry_runs_begin_after_a_backward_pass_beside_a_gpu() -> None:
     """PyTorch refuses another in a process that is forked then: of a second study in a notebook, nothing would be seen."""
     script = Path(__file__).parent / "toy_gpu_threads.py"
