@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from perfguard.exceptions import MeasurementWarning, warn_user
+from perfguard.pytorch import objects_of
 from perfguard.quantities import format_bytes
 
 
@@ -43,7 +44,7 @@ def largest_tensors(kind: str, number: int = 3) -> str:
     Tensors that only PyTorch's own graph holds are not seen.
     """
     torch: Any = sys.modules["torch"]
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == kind]
+    tensors = [one for one in objects_of(torch.Tensor) if one.device.type == kind]
     sizes = sorted(((one.numel() * one.element_size(), one) for one in tensors), key=lambda pair: -pair[0])
     return ", ".join(f"{tuple(one.shape)} of {format_bytes(size)}{_holder_of(one)}" for size, one in sizes[:number])
 

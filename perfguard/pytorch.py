@@ -84,6 +84,14 @@ def _values_of(module: nn.Module) -> dict[str, Any]:
     return values | vars(module)
 
 
+def objects_of(kind: Any) -> list[Any]:
+    """Return the objects of a class that are alive, as far as Python's garbage collector follows them.
+
+    ``kind`` may be a tuple of classes, as for ``issubclass``. ``isinstance`` would ask a proxy, which may raise.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector for the block.

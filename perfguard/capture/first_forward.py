@@ -38,6 +38,7 @@ from perfguard.capture.loaders import batches_given
 from perfguard.capture.sandbox import leave_files, leave_shared_memory
 from perfguard.capture.trial import Watch, watching
 from perfguard.exceptions import CaptureError
+from perfguard.pytorch import objects_of
 from perfguard.workload import CapturedTrial
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class FirstForward:
         """Seconds that the trial has waited for the dry run and the verdict."""
         self._began_at = 0.0
         self._begun = batches_given()
-        self._made_before = frozenset(id(each) for each in gc.get_objects() if issubclass(type(each), nn.Parameter))
+        self._made_before = frozenset(map(id, objects_of(nn.Parameter)))
         self._tried: dict[int, weakref.ref[Any]] = {}
         """Models and optimizers from which on a dry run was tried, and the models' parts, by their ids."""
         self._thread = threading.get_ident()

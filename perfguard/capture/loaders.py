@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 from perfguard.capture import stage
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
+from perfguard.pytorch import objects_of
 
 _FILES = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
 
@@ -115,7 +116,7 @@ class Loaders:
         ``begun`` holds the :func:`batches_given` when the trial began. Those that have given more feed the first step.
         """
         gc.collect()  # an iterator that is gone feeds nothing
-        loaders = [each for each in gc.get_objects() if issubclass(type(each), dataloader.DataLoader)]
+        loaders = objects_of(dataloader.DataLoader)
         feeding, ended = [], []
         for iterator, number in batches_given().items():
             loader = next((each for each in loaders if each._index_sampler is iterator._index_sampler), None)
@@ -303,8 +304,7 @@ def _loader_of(iterator: Any) -> Any:
 
 def batches_given() -> Mapping[Any, int]:
     """Return the iterators over loaders of this process, with the number of batches that each has given."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), dataloader._BaseDataLoaderIter)]
-    return weakref.WeakKeyDictionary({each: each._num_yielded for each in found})
+    return weakref.WeakKeyDictionary({each: each._num_yielded for each in objects_of(dataloader._BaseDataLoaderIter)})
 
 
 def _clocks() -> tuple[float, float]:

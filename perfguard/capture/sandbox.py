@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import gc
 import io
 import mmap
 import os
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from perfguard.pytorch import objects_of
+
 
 def leave_databases() -> None:
     """Let this process talk over no connection to a database that the process before still has open."""
     engines = sys.modules.get("sqlalchemy.engine")
-    if engines is not None:
-        for found in gc.get_objects():
-            if issubclass(type(found), engines.Engine):  # `isinstance` would ask a proxy, which may raise
-                found.dispose(close=False)
+    for engine in objects_of(engines.Engine) if engines is not None else ():
+        engine.dispose(close=False)
 
 
 def leave_files(*, connections_but: int | None = None) -> None:
@@ -61,10 +60,8 @@ def leave_shared_memory(*, most_bytes: int = 2**26) -> None:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     fixed, maps = 0x10, Path("/proc/self/maps")  # MAP_FIXED (linux/mman.h)
-    for line in (
-        maps.read_text().splitlines() if maps.exists() else ()
-    ):  # proc(5): address, permissions, offset, device, inode, path
-        span, rights, offset, _, _, *path = line.split(maxsplit=5)
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        span, rights, offset, _, _, *path = line.split(maxsplit=5)  # proc(5): address, permissions, offset, device, inode, path
         file = Path(path[0]) if path else Path()
         if rights[1] != "w" or rights[3] != "s" or (file.is_relative_to("/dev") and file.parts[2] not in ("shm", "zero")):
             continue

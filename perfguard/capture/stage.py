@@ -126,11 +126,8 @@ class HostTensors(TorchDispatchMode):
             func, args = aten._ctc_loss.default, (*args[:2], *(self.values.read(x).tolist() for x in args[2:4]), *args[4:])
         if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
             parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
-            func, args, kwargs = (
-                torch.ops.perfguard.fused_optimizer_.default,
-                (parameters, gradients, [*itertools.chain(*state)]),
-                {},
-            )
+            func, kwargs = torch.ops.perfguard.fused_optimizer_.default, {}
+            args = parameters, gradients, [*itertools.chain(*state)]
         if any(not tensor.is_meta and tensor.dim() for tensor in given) and func not in _READING_LENGTHS:
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
         if self.in_forward and self._unread:
@@ -322,14 +319,22 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
     """
     with ExitStack() as stack:
         replace = replacing(stack)
-        generations.follow(replace)
+
+        def follow_libraries() -> None:
+            libraries_on_meta(replace)
+            generations.follow(replace)
+            if device.kind == "cuda":
+                trl_on_meta(replace)
+            follow_trainers(replace, loaders)
+
+        follow_libraries()
         replace(nn.Parameter, "__new__", _making_on_meta)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
         replace(nn.Module, "_apply", lambda own: _staying_on_meta(own, host))
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
-            replace(owner, "__init__", lambda own: _using_libraries(own, replace, device, generations, loaders))
+            replace(owner, "__init__", lambda own: _following(own, follow_libraries))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load))
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
@@ -396,14 +401,10 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
     return _apply
 
 
-def _using_libraries(own: Any, replace: Replace, device: Device, generations: Generations, loaders: Loaders) -> Any:
+def _following(own: Any, follow: Callable[[], object]) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        libraries_on_meta(replace)
-        generations.follow(replace)
-        if device.kind == "cuda":
-            trl_on_meta(replace)
-        follow_trainers(replace, loaders)
+        follow()
         own(self, *args, **kwargs)
 
     return __init__

@@ -6,11 +6,11 @@ Lightning 2.6 and Transformers' Trainer (5.24).
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from typing import TYPE_CHECKING, Any
 
 from perfguard.graph.shape_rules import META
+from perfguard.pytorch import objects_of
 
 if TYPE_CHECKING:
     from perfguard.capture.loaders import Loaders
@@ -24,22 +24,28 @@ def follow_trainers(replace: Replace, loaders: Loaders) -> None:
     if flow is not None and not hasattr(flow.on_epoch_end, "__wrapped__"):
         replace(flow, "on_epoch_end", _evaluating_once)
         replace(callbacks.CallbackHandler, "on_train_begin", lambda own: _saying_steps(own, loaders))  # type: ignore[union-attr]
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        loop = getattr(sys.modules.get(f"{package}.loops.fit_loop"), "_FitLoop", None)
-        if loop is not None and not hasattr(loop.on_advance_end, "__wrapped__"):
+    for loop in _loops_of_lightning():
+        if not hasattr(loop.on_advance_end, "__wrapped__"):
             replace(loop, "on_advance_start", lambda own: _saying_steps_of_lightning(own, loaders))
             replace(loop, "on_advance_end", _validating)
 
 
+def _loops_of_lightning() -> list[Any]:
+    """The class that runs the epochs, of each package that is imported."""
+    modules = (sys.modules.get(f"{package}.loops.fit_loop") for package in ("lightning.pytorch", "pytorch_lightning"))
+    return [loop for module in modules if (loop := getattr(module, "_FitLoop", None)) is not None]
+
+
 def join_trainers(loaders: Loaders) -> None:
     """Let the trainers that run already state their steps."""
-    hugging_face = getattr(sys.modules.get("transformers.trainer"), "Trainer", ())
-    for each in gc.get_objects():  # to look into frames would keep what they hold
-        if issubclass(type(each), hugging_face) and each.is_in_train:
-            _state_steps(each.callback_handler, each.state, loaders)
-            each._tr_loss = each._tr_loss.to(META)  # it was made on the device
-        elif type(each).__name__ == "_FitLoop" and each.trainer.training:
-            _state_steps_of_lightning(each.trainer, loaders)
+    # To look for them in the frames that run would keep what these hold.
+    for trainer in objects_of(getattr(sys.modules.get("transformers.trainer"), "Trainer", ())):
+        if trainer.is_in_train:
+            _state_steps(trainer.callback_handler, trainer.state, loaders)
+            trainer._tr_loss = trainer._tr_loss.to(META)  # it was made on the device
+    for loop in objects_of(tuple(_loops_of_lightning())):
+        if loop.trainer.training:
+            _state_steps_of_lightning(loop.trainer, loaders)
 
 
 def _evaluating_once(own: Any) -> Any:

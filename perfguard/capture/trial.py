@@ -45,6 +45,7 @@ from perfguard.pytorch import (
     gc_paused,
     is_compiled,
     module_inside,
+    objects_of,
     path_inside,
     random_numbers_kept,
     too_large_named,
@@ -185,11 +186,10 @@ class Watch:
                 they are in no model that runs: copies of weights, an image that is optimized.
         """
         self.loaders.join(begun)
-        for each in gc.get_objects():
-            if issubclass(type(each), nn.Parameter) and id(each) not in made_before:
+        for each in objects_of(nn.Parameter):
+            if id(each) not in made_before:
                 with suppress(CaptureError):
                     put_on_meta([each])
-        nn.Module()  # libraries that are imported already are followed
         join_trainers(self.loaders)
 
     # --- Modules ----------------------------------------------------------------------------------------------------------------
