@@ -22,11 +22,12 @@ from perfguard.quantities import (
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.workload import AnyWorkload
+    from perfguard.workload import AnyWorkload, HostMemory
 
-Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
+Quantity = Literal["memory", "host_memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
 NOUNS: Mapping[Quantity, str] = {
     "memory": "peak memory",
+    "host_memory": "host memory",
     "time": "trial time",
     "epoch_time": "epoch time",
     "step_time": "step time",
@@ -37,6 +38,7 @@ NOUNS: Mapping[Quantity, str] = {
 """Names of the quantities in messages."""
 _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
     "memory": ("needs", ""),
+    "host_memory": ("needs", " of host memory"),
     "time": ("takes", ""),
     "epoch_time": ("takes", " an epoch"),
     "step_time": ("takes", " a step"),
@@ -49,6 +51,8 @@ _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
 """A card of 40 GiB has 39.4 for programs, one of 16 may have 14.6: a budget of the nominal size means all of it."""
+_HOST_LOG_SIGMA = 0.15
+"""Of what the host holds: `benchmarks/host_memory.py`."""
 _NESTED_TIMES = (("step_time_budget", "step_time_s"), ("epoch_time_budget", "epoch_time_s"), ("time_budget", "trial_time_s"))
 
 
@@ -57,7 +61,8 @@ class Limit:
     """One predicted quantity beside the limit that it must stay under."""
 
     quantity: Quantity
-    """"memory", "time" and "cost" of the trial, "epoch_time", "step_time", and of a batch of inference "latency" and "energy"."""
+    """"memory", "host_memory", "time" and "cost" are of the trial, "epoch_time" and "step_time" of its training, "latency" and
+    "energy" of a batch of inference."""
     limit: float
     """Bytes, seconds, joules or dollars."""
     estimate: Estimate
@@ -96,6 +101,8 @@ class Budget:
     """Peak device memory."""
     memory_fraction: float | None = None
     """The same as a fraction of the device's memory, in (0, 1]."""
+    host_memory_bytes: int | None = None
+    """Memory of the host: of the trial's process, and of the workers of its loaders."""
     trial_time_s: float | None = None
     """Time of the whole trial."""
     epoch_time_s: float | None = None
@@ -121,6 +128,7 @@ class Budget:
         energy: int | float | str | None = None,
         cost: int | float | str | None = None,
         price_per_hour: int | float | str | None = None,
+        host_memory: int | float | str | None = None,
     ) -> Budget:
         """Return a budget from what people write: bytes, "38GiB" or a fraction of the device; seconds or "2h"; joules or "5J";
         dollars or "$2".
@@ -129,10 +137,12 @@ class Budget:
             ConfigurationError: If a limit is not positive or cannot be read. If a number below 1 MiB has no unit. If limits
                 contradict each other. If one of ``cost`` and ``price_per_hour`` is missing.
         """
-        fraction = memory if isinstance(memory, float) and memory <= 1 else None
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ConfigurationError(f"memory_budget as a fraction must lie in (0, 1], but got {memory!r}.")
-        _check_unit(memory)
+        fraction = _fraction(memory, "memory_budget")
+        host_fraction = _fraction(host_memory, "host_memory_budget")
+        if host_fraction is not None:
+            from perfguard.devices.detect import host_memory_bytes
+
+            host_memory = max(1, int(host_fraction * host_memory_bytes()))
         budget = Budget(
             memory_bytes=None if memory is None or fraction is not None else parse_bytes(memory, what="memory_budget"),
             memory_fraction=fraction,
@@ -142,6 +152,7 @@ class Budget:
             latency_s=None if latency is None else parse_seconds(latency, what="latency_budget"),
             energy_j=None if energy is None else parse_joules(energy, what="energy_budget"),
             cost=None if cost is None else parse_dollars(cost, what="cost_budget"),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, what="host_memory_budget"),
             price_per_hour=None if price_per_hour is None else parse_dollars(price_per_hour, what="price_per_hour"),
         )
         if cost is not None and price_per_hour is None:
@@ -214,6 +225,7 @@ class Budget:
         """The limited quantities."""
         limited: dict[Quantity, float | None] = {
             "memory": 1,
+            "host_memory": self.host_memory_bytes,
             "time": self.trial_time_s,
             "epoch_time": self.epoch_time_s,
             "step_time": self.step_time_s,
@@ -239,6 +251,14 @@ class Budget:
         why = unseen or "the loaders do not say how many there are"
         steps = "Give Workload(..., steps=...)." if unseen is None else f"The dry run did not see them: {why}."
         steps += f" They follow from {'epochs=..., or from ' if workload.steps_per_epoch else ''}the first trial that finishes."
+        if self.host_memory_bytes is not None and getattr(workload, "host_memory", None) is None:
+            yield (
+                "host_memory_budget",
+                (
+                    "host_memory_budget needs a dry run of the objective: a Workload does not say what the host holds. Leave out "
+                    "build=..., or host_memory_budget."
+                ),
+            )
         if (self.trial_time_s is not None or ends) and not knows_time:
             name = "time_budget" if self.trial_time_s is not None else "within_timeout"
             yield name, f"{name} needs the number of steps of a trial. {steps}"
@@ -277,6 +297,7 @@ class Budget:
         infers: bool = False,
         steps_per_epoch: int | None = None,
         time_left_s: float | None = None,
+        host_memory: HostMemory | None = None,
     ) -> Iterator[Limit]:
         """Each limit with the prediction for it. A quantity without a prediction has no limit.
 
@@ -286,8 +307,12 @@ class Budget:
             infers: whether it is inference. Latency and energy limit inference, and an epoch's time limits training.
             steps_per_epoch: steps of one epoch. None: unknown, so an epoch has no limit.
             time_left_s: seconds left of the study's time. This is a second limit on the trial's time.
+            host_memory: what the host holds beside the device. None: unknown, so it has no limit.
         """
         yield Limit("memory", self.capacity_bytes(device), prediction.peak_memory)
+        if self.host_memory_bytes is not None and host_memory is not None:
+            on_cpu = prediction.peak_memory.median if device.kind == "cpu" else 0.0  # the host is the device
+            yield Limit("host_memory", self.host_memory_bytes, Estimate(host_memory.needed_bytes + on_cpu, _HOST_LOG_SIGMA))
         trial_times = [seconds for seconds in (self.trial_time_s, time_left_s) if seconds is not None]
         if trial_times and prediction.total_time is not None:
             yield Limit("time", max(min(trial_times), 1e-9), prediction.total_time)
@@ -305,16 +330,20 @@ class Budget:
                 yield Limit("cost", self.cost, cost)
 
 
-def _check_unit(memory: int | float | str | None) -> None:
-    """Refuse ``memory_budget=40``: hardly anybody means 40 bytes."""
+def _fraction(memory: int | float | str | None, name: str) -> float | None:
+    """The share of all memory that ``memory`` is. None: it is none. Refuses a number like 40: hardly anybody means 40 bytes."""
     try:
         num_bytes = float(memory) if memory is not None and not isinstance(memory, bool) else 0.0
     except (TypeError, ValueError):
-        return  # it has a unit, or cannot be read
-    is_fraction = isinstance(memory, float) and memory <= 1
-    if 1 <= num_bytes < _LEAST_BARE_BYTES and not is_fraction:
+        return None  # it has a unit, or cannot be read
+    if isinstance(memory, float) and memory <= 1:
+        if memory > 0:
+            return memory
+        raise ConfigurationError(f"{name} as a fraction must lie in (0, 1], but got {memory!r}.")
+    if 1 <= num_bytes < _LEAST_BARE_BYTES:
         unit = "GiB" if num_bytes < 1024 else "MiB"
         raise ConfigurationError(
-            f"memory_budget={memory!r} is {num_bytes:.10g} bytes. "
-            f"Write '{num_bytes:.10g}{unit}', or a fraction of the device such as 0.9."
+            f"{name}={memory!r} is {num_bytes:.10g} bytes. "
+            f"Write '{num_bytes:.10g}{unit}', or a fraction of all memory such as 0.9."
         )
+    return None

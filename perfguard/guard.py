@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         """The keyword arguments of :class:`Guard`."""
 
         memory_budget: int | float | str | None
+        host_memory_budget: int | float | str | None
         time_budget: int | float | str | None
         epoch_time_budget: int | float | str | None
         step_time_budget: int | float | str | None
@@ -98,6 +99,8 @@ class Guard:
         memory_budget: the most memory. A text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the
             device. A number of bytes below 1 MiB is refused. On a GPU, a budget is also refused if the driver's context alone
             exceeds it.
+        host_memory_budget: the most memory of the host, for the trial's process and the workers of its loaders. A text such as
+            "64GiB", a fraction of this machine's memory in (0, 1], or bytes. It needs a dry run of the objective.
         time_budget: seconds of the whole trial, or a text such as "2h". It needs the steps of a trial. They are those of the
             Workload or of the dry run, else those that follow from ``epochs``. Else they are estimated from the study's finished
             trials, with a wider interval.
@@ -133,6 +136,7 @@ class Guard:
         gpu: str | Device = "auto",
         *,
         memory_budget: int | float | str | None = None,
+        host_memory_budget: int | float | str | None = None,
         time_budget: int | float | str | None = None,
         epoch_time_budget: int | float | str | None = None,
         step_time_budget: int | float | str | None = None,
@@ -171,6 +175,7 @@ class Guard:
             energy_budget,
             cost_budget,
             price_per_hour,
+            host_memory_budget,
         )
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
@@ -389,7 +394,10 @@ class Guard:
                 phases=workload.phases if isinstance(workload, CapturedTrial) else {},
             )
             verdict = replace(verdict, source=workload.source if isinstance(workload, CapturedTrial) else "described")
-        verdict = replace(verdict, remark=steps.remark if steps else "")
+        remarks = [steps.remark if steps else ""]
+        if verdict.worst is not None and verdict.worst.quantity == "host_memory":
+            remarks.append(str(getattr(workload, "host_memory", "")))
+        verdict = replace(verdict, remark="; ".join(filter(None, remarks)))
         if is_limited and per_epoch:  # from which later trials know what an epoch was
             epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
             verdict = replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
@@ -409,6 +417,7 @@ class Guard:
             infers=workload is not None and workload.mode == "infer",
             steps_per_epoch=None if workload is None else workload.steps_per_epoch,
             time_left_s=time_left_s,
+            host_memory=workload.host_memory if isinstance(workload, CapturedTrial) else None,
         )
 
     def _settle(self, verdict: Verdict, workload: AnyWorkload, ran_out: Decision | None = None) -> tuple[Verdict, AnyWorkload]:

@@ -85,7 +85,8 @@ class Database:
         try:
             with self.engine.connect() as connection:
                 is_new = self._check(connection)
-            if is_new:
+                is_older = not is_new and any(_missing_columns(connection))
+            if is_new or is_older:
                 self._make()
             if self.file is not None:
                 with self.engine.connect() as connection:
@@ -108,6 +109,9 @@ class Database:
             if self._format_in(connection) is None:
                 Base.metadata.create_all(connection)
                 connection.execute(sql.insert(MetaRow), {"key": "format", "value": LOG_FORMAT})
+            for table, column in _missing_columns(connection):  # of a log that a PerfGuard with fewer quantities has made
+                kind = column.type.compile(connection.dialect)
+                connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN {column.name} {kind}")
 
     def _check(self, connection: sql.Connection) -> bool:
         """Whether the log is new; raises if it is damaged, or not ours to use."""
@@ -302,6 +306,14 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
     # main file, one by one.
     connection.execute(f"PRAGMA cache_size=-{64 * 1024}")  # KiB
     connection.execute("PRAGMA wal_autocheckpoint=8000")  # pages
+
+
+def _missing_columns(connection: sql.Connection) -> Iterator[tuple[str, sql.Column[Any]]]:
+    """The columns that the tables of a log do not have yet, with the names of their tables."""
+    inspector = sql.inspect(connection)
+    for table in Base.metadata.sorted_tables:
+        known = {column["name"] for column in inspector.get_columns(table.name)}
+        yield from ((table.name, column) for column in table.columns if column.name not in known)
 
 
 def _write_ahead(connection: sql.Connection) -> bool:

@@ -96,7 +96,8 @@ def format_dollars(dollars: float) -> str:
 def format_quantity(quantity: str, value: float) -> str:
     """``value`` of a quantity that a budget can limit, in words: memory in bytes, energy in joules, cost in dollars, others in
     seconds."""
-    return {"memory": format_bytes, "energy": format_joules, "cost": format_dollars}.get(quantity, format_seconds)(value)
+    forms = {"memory": format_bytes, "host_memory": format_bytes, "energy": format_joules, "cost": format_dollars}
+    return forms.get(quantity, format_seconds)(value)
 
 
 def _three_digits(value: float) -> str:

@@ -9,8 +9,8 @@ shown without the log. For each quantity, with its unit in the name:
     memory_limit_bytes        the budget; there is none for a quantity without one
     memory_measured_bytes     what the trial cost
 
-and so on for time, epoch_time, step_time, latency (seconds, ``_s``), energy (joules, ``_j``) and cost (``_dollars``: the currency
-of the price that the user gave).
+and so on for host_memory (bytes), time, epoch_time, step_time, latency (seconds, ``_s``), energy (joules, ``_j``) and cost
+(``_dollars``: the currency of the price that the user gave).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from perfguard.measure import Measurement, Status
 
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-_UNITS = {"memory": "bytes", "energy": "j", "cost": "dollars"}  # all others are times
+_UNITS = {"memory": "bytes", "host_memory": "bytes", "energy": "j", "cost": "dollars"}  # all others are times
 NUMBERS = ("predicted", "low", "high", "limit")
 """The numbers of a verdict for each quantity."""
 

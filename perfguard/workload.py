@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from perfguard.exceptions import BuildError, TooLargeError, WorkloadError, log_once
 from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, too_large_named
+from perfguard.quantities import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -166,6 +167,31 @@ class Workload:
         return switches + tf32_options(self.precision, self.tf32)
 
 
+class HostMemory(NamedTuple):
+    """What a trial holds in the memory of the host, in bytes, as its dry run shows it."""
+
+    process_bytes: int
+    """Of the process itself: libraries, data, what is offloaded to the host."""
+    model_bytes: int
+    """Of the largest model that is made on the host before it moves to the GPU."""
+    workers_bytes: int
+    """Of the workers of loaders, and the batches that they keep ready."""
+    num_workers: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """The larger one of set-up and training."""
+        return self.process_bytes + max(self.model_bytes, self.workers_bytes)
+
+    def __str__(self) -> str:
+        if self.workers_bytes < max(self.model_bytes, self.process_bytes):
+            most = (self.model_bytes, "a model that is made on the host"), (self.process_bytes, "the process and its data")
+            num_bytes, what = max(most)
+            return f"{format_bytes(num_bytes)} of host memory are {what}"
+        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+        return f"{format_bytes(self.workers_bytes)} of host memory are {workers} of loaders and the batches they keep ready"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedTrial:
     """The work of a trial as a dry run of its objective shows it. It stands where a Workload stands, and is traced already."""
@@ -189,6 +215,8 @@ class CapturedTrial:
     """Tokens, likewise: the numbers in batches of whole numbers with two dimensions. None: the model reads no such batch."""
     num_ranks: int = 1
     """Processes of the trial's process group, of which this is one. 1: there is no group."""
+    host_memory: HostMemory | None = None
+    """What the host holds. None: that was not looked at."""
     source: Source = "captured"
     """Where the dry run began: at the objective's first line, or in the trial itself, at its first training forward pass."""
 

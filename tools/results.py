@@ -18,7 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "results"
 MODELS = ROOT / "models"
-ELSEWHERE = (ROOT / "docs" / "predictors.md", MODELS / "perfguard_models" / "cards" / "step-time.md")
+ELSEWHERE = (
+    ROOT / "docs" / "predictors.md",
+    ROOT / "docs" / "howto" / "out-of-memory.md",
+    MODELS / "perfguard_models" / "cards" / "step-time.md",
+)
 """Pages with tables of results among others."""
 WRITTEN_WHOLE = ("leaderboard.md",)
 """Pages that a command writes: `perfguard leaderboard --out`."""

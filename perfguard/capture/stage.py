@@ -43,6 +43,7 @@ from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
 
 if TYPE_CHECKING:
+    from perfguard.capture.host import HostUse
     from perfguard.capture.loaders import Loaders
     from perfguard.capture.loops import Generations
     from perfguard.devices import Device
@@ -308,7 +309,7 @@ def _refuse_quantized(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Generations) -> Iterator[None]:
+def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Generations, host_use: HostUse) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
@@ -316,6 +317,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         loaders: follow each DataLoader as it begins, is asked for a batch, gave it, or has ended.
         host: learns what `torch.load` puts on the device, and when a model leaves it.
         generations: follows how text is generated.
+        host_use: follows what the host holds.
     """
     with ExitStack() as stack:
         replace = replacing(stack)
@@ -336,7 +338,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
             replace(owner, "__init__", lambda own: _following(own, follow_libraries))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
-        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load))
+        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host_use))
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
         replace(torch, "Generator", _of_the_host)
         replace(torch.distributions.Distribution, "_validate_args", lambda _: False)  # of values, all of which would be 0
@@ -347,6 +349,8 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
             _pretend_cuda(replace, device)
+            for name in ("to", "cuda"):
+                replace(nn.Module, name, lambda own: _noting_moves(own, host_use))
         deepspeed_on_meta(replace, device.kind)
         yield
 
@@ -401,6 +405,16 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
     return _apply
 
 
+def _noting_moves(own: Any, host_use: HostUse) -> Any:
+    @functools.wraps(own)
+    def moving(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if own.__name__ == "cuda" or any(str(where).startswith("cuda") for where in (*args, *kwargs.values())):
+            host_use.move(self)
+        return own(self, *args, **kwargs)
+
+    return moving
+
+
 def _following(own: Any, follow: Callable[[], object]) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -431,7 +445,7 @@ def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
     return __iter__
 
 
-def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
+def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], host_use: HostUse) -> Any:
     def __next__(self: Any) -> Any:
         loader = getattr(self, "_loader", None)
         if loader is None:
@@ -446,6 +460,7 @@ def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
             loaded(loader, "ended")
             raise
         loaded(loader, "gave")
+        host_use.give(loader, batch)
         return batch
 
     return __next__

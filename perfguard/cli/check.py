@@ -29,6 +29,9 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     add_subject_arguments(parser)
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="peak memory, or a share of the device's (default: all of it)")
+    parser.add_argument(
+        "--max-host-memory", metavar="64GiB|0.9", help="memory of the host, or a share of this machine's; a script's"
+    )
     parser.add_argument("--max-step-time", metavar="250ms", help="time of one step, or of one batch of inference")
     parser.add_argument(
         "--max-trial-time", metavar="2h", help="time of all steps; needs --steps, Workload(steps=...) or a script"
@@ -52,6 +55,7 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--max-cost needs the price of an hour on the device: give --price-per-hour.")
     budget = budget_of(
         memory=arguments.max_memory,
+        host_memory=arguments.max_host_memory,
         step_time=arguments.max_step_time,
         time=arguments.max_trial_time,
         cost=arguments.max_cost,
@@ -93,6 +97,8 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     from perfguard.physics import LeastMemory
 
     guard, limits = guard_within(budget, device, risk), functools.partial(budget.limits, device=device)
+    if arguments.max_host_memory is not None and not arguments.source.endswith(".py"):
+        raise ConfigurationError("--max-host-memory is for a script, such as train.py: only a dry run shows what the host holds.")
     try:
         work = subject_of(arguments)(device)
     except TooLargeError as error:  # a workload that is too large to be built is a verdict, too
@@ -101,6 +107,7 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
     if limit is not None and work.steps is None:
         raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
+    limits = functools.partial(limits, host_memory=work.host_memory)
     verdict = guard.judge(work.graph, limits, threshold=risk, steps=work.steps, phases=work.phases)
     return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
 

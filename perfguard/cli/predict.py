@@ -61,6 +61,11 @@ def predict(arguments: argparse.Namespace) -> None:
     document |= {"steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
     if work.phases:
         document["peak_memory_by_phase_bytes"] = {name: estimate_as_json(peak) for name, peak in phases.items()}
+    if work.host_memory is not None:
+        needed = Budget(host_memory_bytes=1).limits(prediction, device, host_memory=work.host_memory)
+        document["host_memory_bytes"] = next(
+            estimate_as_json(limit.estimate) for limit in needed if limit.quantity == "host_memory"
+        )
     document["notes"] = [*alias_notes(arguments.gpu, whole), *work.notes]
     if arguments.mig == "auto":
         document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
@@ -83,19 +88,22 @@ def predict(arguments: argparse.Namespace) -> None:
 add_dry_run_arguments, dry_run = add_predict_arguments, predict  # by the name that a script suggests
 
 
-def budget_of(*, memory: str | None, **others: str | None) -> Budget:
+def budget_of(*, memory: str | None, host_memory: str | None = None, **others: str | None) -> Budget:
     """Return the budget that ``--max-memory`` and the other options of its kind give."""
-    share: str | float | None = memory
+
+    def share_or_text(text: str | None) -> str | float | None:
+        try:
+            return text if text is None else float(text)
+        except ValueError:
+            return text  # it has a unit
+
     try:
-        share = None if memory is None else float(memory)  # a share of the device
-    except ValueError:
-        pass  # it has a unit
-    try:
-        return Budget.parse(memory=share, **others)
+        return Budget.parse(memory=share_or_text(memory), host_memory=share_or_text(host_memory), **others)
     except ConfigurationError as error:
         message = str(error)
         for name, option in (  # the names of the budgets in Python, and the options that set them here
-            ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"), ("memory_budget", "--max-memory"),
+            ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"),
+            ("host_memory_budget", "--max-host-memory"), ("memory_budget", "--max-memory"),
             ("cost_budget", "--max-cost"), ("price_per_hour", "--price-per-hour"),
         ):  # fmt: skip
             message = message.replace(name, option)
@@ -197,6 +205,8 @@ def _print(
     table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
     for rank, (phase, peak) in enumerate(document.get("peak_memory_by_phase_bytes", {}).items()):
         table.add_row(f"  {phase}", format_bytes(peak["median"]) + ("" if rank else ", which decides"))
+    if "host_memory_bytes" in document:
+        table.add_row("host memory", words(document["host_memory_bytes"], format_bytes))
     table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
     table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
     for name in ("steps_per_epoch", "steps"):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.predictor import Estimate, Prediction, Predictor
+    from perfguard.workload import HostMemory
 
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,6 +186,8 @@ class Work(NamedTuple):
     """None: unknown."""
     phases: Mapping[str, OpGraph] = MappingProxyType({})
     """Other phases, of which only the memory counts: those of a :class:`perfguard.workload.CapturedTrial`."""
+    host_memory: HostMemory | None = None
+    """What a script holds in the memory of the host. None: it is none."""
 
     def predict(self, predictor: Predictor, device: Device) -> tuple[Prediction, dict[str, Estimate]]:
         """Return the prediction, and the peak memory of each phase, largest first."""
@@ -226,7 +229,7 @@ def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
     notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
     steps = arguments.steps or seen.steps
     notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
-    return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
+    return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases, seen.host_memory)
 
 
 def _notes(workload: Workload) -> list[str]:

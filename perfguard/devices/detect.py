@@ -196,7 +196,7 @@ def cpu() -> Device:
         id="cpu",
         name=cpu_name(),
         kind="cpu",
-        memory_bytes=_memory_limit_bytes(),
+        memory_bytes=host_memory_bytes(),
         bandwidth_bytes_per_s=2 * copy_bytes / copy_s,
         peak_flops={"fp32": flops_per_s},
         num_sms=torch.get_num_threads(),
@@ -225,8 +225,8 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_limit_bytes() -> int:
-    """Physical memory, or the container's limit where it is lower."""
+def host_memory_bytes() -> int:
+    """Return this machine's physical memory, or the container's limit where it is lower."""
     total = int(psutil.virtual_memory().total)
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

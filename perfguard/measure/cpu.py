@@ -102,6 +102,14 @@ def _reset_peak() -> bool:
     return True
 
 
+def peak_resident_bytes() -> int:
+    """Bytes of the largest resident set of this process so far. Where the kernel keeps none: of the present one."""
+    try:
+        return _high_water_mark()
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+
+
 def _high_water_mark() -> int:
     for line in _STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -242,6 +242,16 @@ def test_log_of_another_version_is_left_as_it_is(path: Path) -> None:
     assert path.read_bytes() == content
 
 
+def test_log_of_fewer_quantities_gets_the_others(path: Path) -> None:
+    with MeasurementStore(path) as store:
+        record(store, 0)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE decisions DROP COLUMN host_memory_limit_bytes")
+    with MeasurementStore(path) as store:
+        record(store, 1)
+    assert set(trials(path)) == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

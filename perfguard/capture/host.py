@@ -1,0 +1,58 @@
+"""HostUse: what a trial holds in the memory of the host, as its dry run shows it.
+
+    process   the peak of the dry run itself, which reads data, imports libraries and keeps what is offloaded as the trial will
+    model     the largest model that the host makes before it moves to the GPU: it is on meta here, so it is counted
+    workers   of a DataLoader. Each has memory of its own, makes a batch, and keeps some ready
+
+A dry run starts no worker and pins nothing, so what loaders take is worked out from their settings and their batches.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from perfguard.measure.cpu import peak_resident_bytes
+from perfguard.workload import HostMemory
+
+
+class HostUse:
+    """Follows loaders and models of a dry run.
+
+    Args:
+        worker_bytes: what a worker takes for itself. It shares all else with the process (`benchmarks/host_memory.py`).
+    """
+
+    def __init__(self, *, worker_bytes: int = 10 * 2**20) -> None:
+        self._worker_bytes = worker_bytes
+        self._model_bytes = 0
+        self._loaders: dict[tuple[int, int, bool], int] = {}
+        """Bytes of the workers of each loader and of their batches, by its data, their number, and whether they last. A loader
+        that is made anew in each epoch is one."""
+
+    def move(self, module: nn.Module) -> None:
+        """Note that ``module`` is about to move from the host to the GPU."""
+        tensors = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
+        self._model_bytes = max(self._model_bytes, sum(tensors.values()))
+
+    def give(self, loader: Any, batch: Any) -> None:
+        """Note a batch that ``loader`` gives."""
+        number, batch_bytes = loader.num_workers, sum(x.nbytes for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
+        ready = number * (loader.prefetch_factor or 0)
+        with suppress(TypeError, NotImplementedError):  # it streams
+            ready = min(ready, len(loader))
+        num_bytes = number * (self._worker_bytes + batch_bytes) + (ready + loader.pin_memory) * batch_bytes
+        key = id(loader.dataset), number, loader.persistent_workers
+        self._loaders[key] = max(self._loaders.get(key, 0), num_bytes)
+
+    def memory(self) -> HostMemory:
+        """What was seen. Of loaders whose workers do not last, the largest one counts."""
+        lasting, passing = [(0, 0)], [(0, 0)]
+        for (_, number, lasts), num_bytes in self._loaders.items():
+            (lasting if lasts else passing).append((num_bytes, number))
+        num_bytes, num_workers = (sum(column) for column in zip(*lasting, max(passing), strict=True))
+        return HostMemory(peak_resident_bytes(), self._model_bytes, num_bytes, num_workers)
