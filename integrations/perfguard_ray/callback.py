@@ -25,7 +25,7 @@ from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.pace import Pace
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
-from perfguard_ray.ledger import Entry, ledger_of, number_of
+from perfguard_ray.ledger import REPAIR_KEY, Entry, ledger_of, number_of
 
 if TYPE_CHECKING:
     from perfguard.report import Report
@@ -192,7 +192,8 @@ class PerfGuardCallback(Callback):
 
     :class:`PerfGuardSearcher` has an example of both.
 
-    - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound.
+    - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound. With
+      ``on_violation="repair"`` and Tune's ``FailureConfig(max_failures=1)``, it runs once more with smaller batches.
     - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as ``timeout``. This
       needs a ``time_budget``, a workload with ``steps``, and 25 measured steps.
     - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
@@ -254,13 +255,26 @@ class PerfGuardCallback(Callback):
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.ledger.finish(trial.trial_id)
 
+    def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        """Tune starts a trial again (``FailureConfig(max_failures=1)``). One that ran out of memory gets a repair, if it may."""
+        status, note = self._how_failed(trial)
+        if status == "oom" and self.ledger.guard.on_violation == "repair" and trial.trial_id in self.ledger.entries:
+            repair = self.ledger.try_again(trial.trial_id, trial.config, trial=number_of(trial), note=note)
+            if repair is not None:
+                trial.set_config({**trial.config, REPAIR_KEY: asdict(repair)})
+
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        status, note = self._how_failed(trial)
+        self.ledger.finish(trial.trial_id, status, note=note)
+
+    def _how_failed(self, trial: Trial) -> tuple[Status, str]:
+        """How the trial failed, and in which words. Its error has its measurement, which is noted."""
         error = _error_of(trial)
         measurement = measurement_in(error)
         if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
             entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
         lines = [line for line in str(error or "").splitlines() if line.strip()]  # the last of Ray's lines is the error itself
-        self.ledger.finish(trial.trial_id, status_of_failure(error), note=lines[-1].strip()[:200] if lines else "")
+        return status_of_failure(error), lines[-1].strip()[:200] if lines else ""
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         """Trials that a stopper of the whole experiment has ended. Tune does not notify callbacks of them in another way."""

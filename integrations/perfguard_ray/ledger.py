@@ -229,6 +229,17 @@ class Ledger:
             self._unguarded("late", f"A trial runs that PerfGuard would have rejected: it {reason}. {why}")
         return entry
 
+    def try_again(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, note: str = "") -> Repair | None:
+        """Log a trial that ran out of memory and that Tune starts again. Return how it runs now. None: as before."""
+        entry = self.entries[trial_id]
+        self.finish(trial_id, "oom", note=note)
+        proposed = {name: value for name, value in config.items() if name != REPAIR_KEY}
+        make, first = functools.partial(self.workload, proposed), entry.decision
+        decision = self.guard.decide(make, study=self.study, trial=trial, params=proposed, trial_id=trial_id, ran_out=first)
+        is_repaired = decision.verdict.action == "repair"
+        self.entries[trial_id] = _entry(decision, proposed) if is_repaired else Entry(first, entry.config)
+        return decision.verdict.repair if is_repaired else None
+
     def finish(self, trial_id: str, status: Status | None = None, *, note: str = "") -> None:
         """The trial is over: log what it cost and learn from it. The first call counts. ``status`` of None: :attr:`Entry.end`."""
         entry = self.entries.pop(trial_id, None)

@@ -311,6 +311,38 @@ def test_repair_reaches_training_function_and_log(tmp_path: Path) -> None:
     assert f"micro-batch {metrics[256]['batch_size']} accumulated {metrics[256]['passes']} times" in logged[256].reason
 
 
+def train_or_run_out(config: dict[str, Any]) -> None:
+    """Has memory for 100 samples at once."""
+    batch_size = perfguard_ray.repair_of(config).micro_batch_size or config["width"]
+    with perfguard_ray.measure():
+        if batch_size > 100:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    train_repaired(config)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_trial_that_runs_out_of_memory_starts_again_with_a_repair(tmp_path: Path) -> None:
+    search = guarded_generator(**REPAIRS | {"memory_budget": "1MiB"})
+    config = tune.RunConfig(
+        storage_path=str(tmp_path),
+        callbacks=[PerfGuardCallback(search)],
+        failure_config=tune.FailureConfig(max_failures=5),
+        verbose=0,
+    )
+    tune_config = tune.TuneConfig(search_alg=search, num_samples=1)
+    space = {"width": tune.grid_search([256, SMALL])}
+    results = tune.Tuner(train_or_run_out, param_space=space, tune_config=tune_config, run_config=config).fit()
+    assert results.num_errors == 0
+    batches = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
+    assert batches[256]["batch_size"] <= 100
+    assert batches[256]["batch_size"] * batches[256]["passes"] == 256
+    logged = [(row.params["width"], row.in_words, row.status) for row in search.ledger.records()]
+    assert logged[0] == (256, "launched", "oom")
+    assert (256, "repaired", "ok") in logged
+    assert (SMALL, "launched", "ok") in logged
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_sample_from_is_named_as_the_cause(tmp_path: Path) -> None:
