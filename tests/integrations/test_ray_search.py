@@ -334,7 +334,7 @@ def test_trial_that_runs_out_of_memory_starts_again_with_a_repair(tmp_path: Path
     space = {"width": tune.grid_search([256, SMALL])}
     results = tune.Tuner(train_or_run_out, param_space=space, tune_config=tune_config, run_config=config).fit()
     assert results.num_errors == 0
-    batches = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
+    batches: dict[int, Any] = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
     assert batches[256]["batch_size"] <= 100
     assert batches[256]["batch_size"] * batches[256]["passes"] == 256
     logged = [(row.params["width"], row.in_words, row.status) for row in search.ledger.records()]
