@@ -1,6 +1,7 @@
 """HostUse: what a trial holds in the memory of the host, as its dry run shows it.
 
     process   the peak of the dry run itself, which reads data, imports libraries and keeps what is offloaded as the trial will
+    results   what comes back from the device and is kept, such as activations that are offloaded
     model     the largest model that the host makes before it moves to the GPU: it is on meta here, so it is counted
     workers   of a DataLoader. Each has memory of its own, makes a batch, and keeps some ready
 
@@ -9,6 +10,7 @@ A dry run starts no worker and pins nothing, so what loaders take is worked out 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from perfguard.measure.cpu import peak_resident_bytes
+from perfguard.measure.cpu import peak_resident_bytes, reset_peak
 from perfguard.workload import HostMemory
 
 
@@ -28,8 +30,10 @@ class HostUse:
     """
 
     def __init__(self, *, worker_bytes: int = 10 * 2**20) -> None:
+        reset_peak()
         self._worker_bytes = worker_bytes
-        self._model_bytes = 0
+        self._model_bytes = self._kept_bytes = self._most_kept_bytes = 0
+        self._kept: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
         self._loaders: dict[tuple[int, int, bool], int] = {}
         """Bytes of the workers of each loader and of their batches, by its data, their number, and whether they last. A loader
         that is made anew in each epoch is one."""
@@ -38,6 +42,19 @@ class HostUse:
         """Note that ``module`` is about to move from the host to the GPU."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
         self._model_bytes = max(self._model_bytes, sum(tensors.values()))
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note and return a ``tensor`` that comes from the device. Here it is never filled, so it takes no memory."""
+        storage = tensor.untyped_storage()
+        if storage not in self._kept:
+            self._kept[storage] = None
+            self._kept_bytes += storage.nbytes()
+            self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
+            weakref.finalize(storage, self._drop, storage.nbytes())
+        return tensor
+
+    def _drop(self, num_bytes: int) -> None:
+        self._kept_bytes -= num_bytes
 
     def give(self, loader: Any, batch: Any) -> None:
         """Note a batch that ``loader`` gives."""
@@ -55,4 +72,4 @@ class HostUse:
         for (_, number, lasts), num_bytes in self._loaders.items():
             (lasting if lasts else passing).append((num_bytes, number))
         num_bytes, num_workers = (sum(column) for column in zip(*lasting, max(passing), strict=True))
-        return HostMemory(peak_resident_bytes(), self._model_bytes, num_bytes, num_workers)
+        return HostMemory(peak_resident_bytes() + self._most_kept_bytes, self._model_bytes, num_bytes, num_workers)

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
+from perfguard.capture.host import HostUse
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values, zeros_on_host
@@ -43,7 +44,6 @@ from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
 
 if TYPE_CHECKING:
-    from perfguard.capture.host import HostUse
     from perfguard.capture.loaders import Loaders
     from perfguard.capture.loops import Generations
     from perfguard.devices import Device
@@ -79,6 +79,7 @@ class HostTensors(TorchDispatchMode):
         self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Storages of a batch that no model has read yet."""
         self.values = Values()
+        self.use = HostUse()
 
     def restored(self, source: torch.Tensor) -> torch.Tensor:
         """Return the twin on the device of a tensor of a file."""
@@ -97,6 +98,8 @@ class HostTensors(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in((args, kwargs))
+        if kwargs.get("pin_memory"):  # there may be no GPU for it, and a process that was forked may not use one
+            kwargs = {**kwargs, "pin_memory": False}
         if any(tensor.is_cuda for tensor in given):  # it was on the device before the dry run began
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
             given = tensors_in((args, kwargs))
@@ -115,10 +118,10 @@ class HostTensors(TorchDispatchMode):
         if func in (aten.equal.default, aten.allclose.default):
             return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
-            return self.values.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            return self.use.keep(self.values.read(args[0]).to(kwargs.get("dtype") or args[0].dtype))
         if func is aten.copy_.default:
             if not args[0].is_meta:
-                return args[0]
+                return self.use.keep(args[0])
             if not args[1].is_meta:  # it goes to its place at once, as the weights of a file do
                 args = args[0], args[0], *args[2:]
         if func is aten.index.Tensor:
@@ -309,7 +312,7 @@ def _refuse_quantized(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Generations, host_use: HostUse) -> Iterator[None]:
+def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Generations) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
@@ -317,7 +320,6 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         loaders: follow each DataLoader as it begins, is asked for a batch, gave it, or has ended.
         host: learns what `torch.load` puts on the device, and when a model leaves it.
         generations: follows how text is generated.
-        host_use: follows what the host holds.
     """
     with ExitStack() as stack:
         replace = replacing(stack)
@@ -338,7 +340,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
             replace(owner, "__init__", lambda own: _following(own, follow_libraries))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
-        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host_use))
+        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host.use))
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
         replace(torch, "Generator", _of_the_host)
         replace(torch.distributions.Distribution, "_validate_args", lambda _: False)  # of values, all of which would be 0
@@ -350,7 +352,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         if device.kind == "cuda":
             _pretend_cuda(replace, device)
             for name in ("to", "cuda"):
-                replace(nn.Module, name, lambda own: _noting_moves(own, host_use))
+                replace(nn.Module, name, lambda own: _noting_moves(own, host.use))
         deepspeed_on_meta(replace, device.kind)
         yield
 
@@ -405,11 +407,11 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
     return _apply
 
 
-def _noting_moves(own: Any, host_use: HostUse) -> Any:
+def _noting_moves(own: Any, use: HostUse) -> Any:
     @functools.wraps(own)
     def moving(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if own.__name__ == "cuda" or any(str(where).startswith("cuda") for where in (*args, *kwargs.values())):
-            host_use.move(self)
+            use.move(self)
         return own(self, *args, **kwargs)
 
     return moving
@@ -445,7 +447,7 @@ def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
     return __iter__
 
 
-def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], host_use: HostUse) -> Any:
+def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], use: HostUse) -> Any:
     def __next__(self: Any) -> Any:
         loader = getattr(self, "_loader", None)
         if loader is None:
@@ -460,7 +462,7 @@ def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], host_us
             loaded(loader, "ended")
             raise
         loaded(loader, "gave")
-        host_use.give(loader, batch)
+        use.give(loader, batch)
         return batch
 
     return __next__

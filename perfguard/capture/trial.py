@@ -27,7 +27,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.deepspeed_engine import engines_in
-from perfguard.capture.host import HostUse
 from perfguard.capture.loaders import Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
@@ -100,7 +99,7 @@ def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True) 
         stack.enter_context(gc_paused())
         stack.enter_context(device_semantics(device.kind))
         stack.enter_context(too_large_named())
-        stack.enter_context(staged(device, watch.loaders, watch.host, watch.generations, watch.host_use))
+        stack.enter_context(staged(device, watch.loaders, watch.host, watch.generations))
         watch.enter(stack)
         try:
             yield watch
@@ -122,7 +121,6 @@ class Watch:
         self._recorder = Recorder(self._modules)
         self.host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder, self.host)
-        self.host_use = HostUse()
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, device.kind)
@@ -393,7 +391,7 @@ class Watch:
         phases |= self._largest_beside(judged)
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         size = self._samples_and_tokens(number)
-        ranks, host_memory = self._ranks.number, self.host_use.memory()
+        ranks, host_memory = self._ranks.number, self.host.use.memory()
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped), *size, ranks, host_memory)
 
     def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:

@@ -55,7 +55,7 @@ class CpuProbe:
             _trim_heap()
             _settled_bytes = process.memory_info().rss
         self._base_bytes = self._sampled_peak_bytes = process.memory_info().rss
-        if not _reset_peak():
+        if not reset_peak():
             self._sampler = threading.Thread(target=self._sample, name="perfguard-rss", daemon=True)
             self._sampler.start()
 
@@ -93,7 +93,8 @@ class CpuProbe:
             self._sampled_peak_bytes = max(self._sampled_peak_bytes, process.memory_info().rss)
 
 
-def _reset_peak() -> bool:
+def reset_peak() -> bool:
+    """Let the peak of the resident set begin anew. Returns whether the kernel keeps one."""
     try:
         _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set to the current value
         _high_water_mark()

@@ -85,6 +85,45 @@ def test_data_of_the_trial_counts_as_the_process() -> None:
     assert host(with_data).process_bytes >= before + 200 * 2**20  # this process may have had more before
 
 
+def stepping(before_backward: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+    def train() -> None:
+        model = nn.Linear(1000, 1000).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            output = model(torch.zeros(64_000, 1000, device="cuda"))
+            kept = before_backward(output)
+            output.sum().backward()
+            optimizer.step()
+            del kept, output
+
+    return train
+
+
+def test_what_comes_back_from_the_device_counts_while_it_is_kept() -> None:
+    size = 64_000 * 1000 * 4
+    buffer = torch.empty(64_000, 1000)
+    plain = host(stepping(lambda _: None)).process_bytes
+    for before_backward in (lambda x: x.cpu(), buffer.copy_, lambda x: (x.cpu(), None)[1]):
+        assert host(stepping(before_backward)).process_bytes - plain == pytest.approx(size, rel=0.1)
+
+
+def test_activations_on_the_host_are_pinned_and_count() -> None:
+    def train() -> None:
+        model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(12))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                output = model(torch.zeros(16_000, 1000, device="cuda"))
+            output.sum().backward()
+            optimizer.step()
+
+    found = capture(train, A100)
+    layer = 16_000 * 1000 * 4
+    assert found.graph.peak_live_bytes < 9 * layer, "activations do not stay on the device"
+    assert found.host_memory is not None
+    assert found.host_memory.process_bytes > host(training()).process_bytes + 11 * layer
+
+
 def test_guard_prunes_for_the_host_and_says_what_needs_it() -> None:
     captured = capture(training(num_workers=4), A100)
     guard = Guard(A100, host_memory_budget="20MiB", log=False)

@@ -79,7 +79,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     """Both ways to take the peak; the second where the kernel forbids to reset its own."""
     if request.param == "rss-sampled":
         monkeypatch.setattr(cpu_module, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
-    elif not cpu_module._reset_peak():
+    elif not cpu_module.reset_peak():
         pytest.skip("this system does not let a process reset its peak resident set")
     return str(request.param)
 
