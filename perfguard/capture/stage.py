@@ -168,6 +168,9 @@ class HostTensors(TorchDispatchMode):
         dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
         self.values.remember(twin, source)
+        if self.recorder.phase is Phase.BACKWARD:  # an activation that was offloaded
+            self.recorder.index_of(twin)
+            return twin
         return self._arrived(twin)
 
     def _with_twins(self, value: Any) -> Any:
@@ -351,6 +354,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
             _pretend_cuda(replace, device)
+            replace(torch.UntypedStorage, "data_ptr", _telling_apart)
             for name in ("to", "cuda"):
                 replace(nn.Module, name, lambda own: _noting_moves(own, host.use))
         deepspeed_on_meta(replace, device.kind)
@@ -405,6 +409,10 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
         return own(self, moved, *args, **kwargs)
 
     return _apply
+
+
+def _telling_apart(own: Any) -> Any:
+    return lambda self: own(self) or self._cdata  # storages on meta have no address
 
 
 def _noting_moves(own: Any, use: HostUse) -> Any:

@@ -123,6 +123,20 @@ def trl_on_meta(replace: Replace) -> None:
         replace(loss, "_forward_tile", lambda _: _read_tile)
         replace(loss, "_backward_tile", lambda _: _write_tile)
         replace(loss, "_addmm_fp32", lambda _: _add_product)
+    offloading = sys.modules.get("trl.models.activation_offloading")
+    if offloading is not None:
+        replace(offloading.OffloadActivations, "__init__", _offloading_from_meta)
+
+
+def _offloading_from_meta(own: Any) -> Any:
+    @functools.wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with ExitStack() as stack:
+            replacing(stack)(torch.accelerator, "current_accelerator", lambda _: lambda: torch.device("cuda"))
+            own(self, *args, **kwargs)
+        self.accelerator_type = "meta"
+
+    return __init__
 
 
 def _launching(own: Any) -> Any:

@@ -384,3 +384,17 @@ def test_sft_trainer_keeps_a_tile_of_logits(packing: bool, tmp_path: Path) -> No
     tiles = [storage for storage in found.graph.storages if storage.num_bytes >= 2 * 100 * 32_768]
     assert len(tiles) == 2  # of the forward and of the backward pass
     assert found.phases["the evaluation"].peak_live_bytes > 2 * 64 * 32 * 402  # whole logits, in half precision
+
+
+def test_offloaded_activations_are_not_on_the_device(tmp_path: Path) -> None:
+    trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
+    texts = datasets.Dataset.from_dict({"text": [" ".join(f"w{number}" for number in range(64))] * 64})
+
+    def activations(offloads: bool) -> int:
+        def objective() -> None:
+            options = trl.SFTConfig(max_length=64, num_train_epochs=1, activation_offloading=offloads, **quiet(tmp_path))
+            trl.SFTTrainer(llama(), options, train_dataset=texts, processing_class=words()).train()
+
+        return capture(objective, A100).graph.bytes_by_kind()[StorageKind.ACTIVATION]
+
+    assert activations(True) < 0.5 * activations(False)
