@@ -92,7 +92,8 @@ class Loaders:
         """Number of operators where the second epoch begins. None: there is none."""
         self.longest = ""
         """Name of the longest batch, of which a step is made after the third. Empty: all are alike, as far as one can see."""
-        self.cut_evaluations: list[CutLoop] = []
+        self.loops: list[CutLoop] = []
+        """Evaluations that were cut short, and the first epoch."""
         self._longest_batches: list[Any] | None = None
         """Batches of that step that are still to be given. None: it was not looked for yet."""
 
@@ -162,19 +163,22 @@ class Loaders:
                 self._giving.append(loader)
         elif event == "asked" and latest.feeds and self._num_epochs == 1 and (batch := self._longest_batch(loader)) is not None:
             return batch
-        elif event != "asked" or self._shows_nothing_new(latest):
+        elif event != "asked" or (self._shows_nothing_new(latest) and not _fails_at_end()):
             latest.has_ended = event != "begins"
             self._giving = [other for other in self._giving if other is not loader]
+            if event == "asked" or (event == "ended" and latest.feeds):
+                self._note_loop(loader, latest)
             if event == "asked":
-                self._note_missing(loader, latest)
                 raise StopIteration
         return None
 
-    def _note_missing(self, loader: Any, latest: _Pass) -> None:
+    def _note_loop(self, loader: Any, latest: _Pass) -> None:
+        loop = latest.loop
+        loop.trains = latest.feeds
         with suppress(TypeError, NotImplementedError):  # it streams
-            if not latest.feeds:
-                latest.loop.num_seen, latest.loop.num_missing = latest.num_batches, len(loader) - latest.num_batches
-                self.cut_evaluations.append(latest.loop)
+            loop.num_seen, loop.num_missing = latest.num_batches, max(0, len(loader) - latest.num_batches)
+            if not loop.trains or self._num_epochs == 1:
+                self.loops.append(loop)
 
     def _longest_batch(self, loader: Any) -> Any:
         if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
@@ -354,13 +358,30 @@ def _are_alike(one: Any, other: Any) -> bool:
     return type(one.dataset) is type(other.dataset) and one.batch_size == other.batch_size
 
 
+def _asking_frame() -> Any:
+    """The frame that has asked a loader for something."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename) in _FILES:
+        frame = frame.f_back
+    return frame
+
+
+def _fails_at_end() -> bool:
+    """Whether a batch is asked for by `next(iterator)` outside of a `try`, for which the end of the loader is an error."""
+    frame = _asking_frame()
+    if frame is None or "next" not in frame.f_code.co_names or sys.version_info < (3, 11):
+        return False
+    at: int = frame.f_lasti
+    is_loop = dis.opname[frame.f_code.co_code[at]] == "FOR_ITER"
+    tried: Any = dis.Bytecode(frame.f_code)
+    return not is_loop and not any(entry.start <= at < entry.end for entry in tried.exception_entries)
+
+
 def _gives_without_end() -> bool:
     """Whether a loader begins again because it ended, in `except StopIteration`, or in a loop of a generator."""
     if isinstance(sys.exc_info()[1], StopIteration):
         return True
-    frame: Any = sys._getframe(1)
-    while frame is not None and Path(frame.f_code.co_filename) in _FILES:
-        frame = frame.f_back
+    frame = _asking_frame()
     if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
         return False
     jumps = (item for item in dis.get_instructions(frame.f_code) if item.opname.startswith("JUMP_BACKWARD"))

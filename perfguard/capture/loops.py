@@ -1,6 +1,6 @@
 """Loops that a dry run cuts short: what they would hold at their end that they do not hold yet.
 
-An evaluation may keep its outputs on the device, and a generation keeps keys and values of each token. Notation:
+An evaluation may keep its outputs on the device, and so may training. A generation keeps keys and values of each token. Notation:
 
     k, n       iterations that the dry run has seen, and that the trial makes
     appended   bytes that an iteration leaves behind for good, as `outputs.append(output)` does
@@ -8,6 +8,8 @@ An evaluation may keep its outputs on the device, and a generation keeps keys an
     derived    bytes that are made out of both after the loop, as `torch.cat(outputs)` does
 
     missing = (n - k) (appended + sum joined) + max((n - k) max joined, (n / k - 1) derived)
+
+Training is judged by one of its first steps. There, what the loop will have kept at its last step is alive already.
 """
 
 from __future__ import annotations
@@ -42,25 +44,41 @@ class CutLoop:
     """Iterations that the trial makes beyond those."""
     is_used_after: bool = True
     """Whether what it keeps is read after it."""
+    trains: bool = False
+    """Whether it makes steps. Garbage is collected only after the first ones."""
 
-    def missing(self, ops: Sequence[Op], lives: Sequence[Life]) -> Life | None:
-        """Return a storage in the place of all that the loop would hold in its last iteration. None: it keeps nothing."""
-        if len(self.begins_at) < ITERATIONS or not self.num_missing:
-            return None
-        _, second, third, end = self.begins_at[-4:]
-        starts = [bisect_left(lives, at, key=lambda life: life.birth) for at in self.begins_at[-4:]]  # in the order of births
+    def missing(self, ops: Sequence[Op], lives: Sequence[Life], num_epochs: int = 1) -> list[Life]:
+        """Return storages in the place of all that the loop would hold in its last iteration. Empty: it keeps nothing.
+
+        Training may keep it over all epochs, of which there are ``num_epochs``.
+        """
+        window = self.begins_at[1:5] if self.trains else self.begins_at[-4:]
+        if len(window) < 4 or not (self.num_missing or self.trains):
+            return []
+        _, second, third, end = window
+        starts = [bisect_left(lives, at, key=lambda life: life.birth) for at in window]  # in the order of births
         born = [range(begin, until) for begin, until in itertools.pairwise(starts)]
-        appended = [{index for index in made if not _dies_before(lives[index], end - 1)} for made in born[:2]]
+        ended = self.begins_at[-1]
+        appended = [{index for index in made if not _dies_before(lives[index], ended - 1)} for made in born[:2]]
         joined = _joined(ops[second:end], lives, born, end)
         kept = sum(joined.values()) + min(sum(lives[index].num_bytes for index in made) for made in appended)
         if not kept:
-            return None
+            return []
         holders = set().union(*appended, joined)
-        derived, most = _derived(ops, end, lives, holders) if self.is_used_after else (set(), 0)
+        derived, most = _derived(ops, ended, lives, holders) if self.is_used_after else (set(), 0)
         peak = max(self.num_missing * max(joined.values(), default=0), most * self.num_missing // self.num_seen)
         death = _last_death(holders | derived, lives)
-        until = None if math.isinf(death) else int(death)
-        return Life(self.num_missing * kept + peak, None, third, until, "what a loop keeps", Phase.FORWARD)
+        until = None if math.isinf(death) else max(int(death), ended)
+        name = "what a loop keeps"
+        if not self.trains:
+            return [Life(self.num_missing * kept + peak, None, third, until, name, Phase.FORWARD)]
+        number = self.num_seen + self.num_missing
+        number *= num_epochs if until is None or until >= len(ops) - 1 else 1
+        at_last_step = (number - 2) * kept  # what the first two leave is there in the step that is judged
+        return [
+            Life(at_last_step, None, self.begins_at[0], max(ended - 1, 0), name, Phase.FORWARD),
+            Life((number - self.num_seen) * kept + peak, None, ended, until, name, Phase.FORWARD),
+        ]
 
 
 def _last_death(indices: Iterable[int], lives: Sequence[Life]) -> float:

@@ -138,6 +138,10 @@ class Watch:
         """A step of each earlier optimizer."""
         self._forwards: list[tuple[int, bool]] = []
         """Number of operators where a model began to compute, and whether it did so without gradients."""
+        self._largest_input = 0
+        """Elements of the largest input of a model so far."""
+        self._clean_from: list[int] = []
+        """Numbers of operators, after the first steps, where there was no garbage."""
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """The optimizers that were made, numbered. The id of one that is gone may be that of the next."""
         self._num_made = itertools.count()
@@ -213,6 +217,7 @@ class Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
         evaluates = not torch.is_grad_enabled()
+        self._look_for_more(evaluates, sum(tensor.numel() for tensor in tensors_in(args)))
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
@@ -223,6 +228,16 @@ class Watch:
         images = [tensor for tensor in tensors_in(args) if tensor.dim() == 4]
         last = torch.channels_last
         self._channels_last |= any(x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in images)
+
+    def _look_for_more(self, evaluates: bool, size: int, *, most_evaluations: int = 3) -> None:
+        """Collect garbage where an evaluation begins, or a step of a larger input: more may be alive there than before."""
+        was_training = bool(self._forwards) and not self._forwards[-1][1]
+        if len(self.marks) >= 5 and (
+            size > self._largest_input or (evaluates and was_training and len(self._clean_from) < most_evaluations)
+        ):
+            gc.collect()
+            self._clean_from.append(len(self._recorder.ops))
+        self._largest_input = max(self._largest_input, size)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules:
@@ -250,6 +265,9 @@ class Watch:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             own(optimizer, *args, **kwargs)
             self._number(optimizer)
+            if self.marks:  # it may train another model, and the last one is gone
+                self._forget_models()
+                gc.collect()
 
         return __init__
 
@@ -342,13 +360,17 @@ class Watch:
         begin = self.loaders.first_ended_at
         return 0 if begin is None else sum(mark > begin for mark in self.marks)
 
+    def _forget_models(self) -> None:
+        """Let go of the models so far. Those that have had their time must not be kept alive."""
+        self._roots.clear()
+        self._paths_of.clear()
+
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
         if len(self.marks) > 1 and not self.loaders.must_spare:
             self._stages.append(self._step(0))
-        if self._stepped:  # models that have had their time must not be kept alive
-            self._roots.clear()
-            self._paths_of.clear()
+        if self._stepped:
+            self._forget_models()
         self.marks, self._copies, self._batches = [], [], []
         self.loaders.begin_anew()
 
@@ -370,8 +392,11 @@ class Watch:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
         self._held = self._lasting()
         self._lives = self._recorder.lives()
-        cut = [loop.missing(self._recorder.ops, self._lives) for loop in (*self.loaders.cut_evaluations, *self.generations.loops)]
-        self._lives += [life for life in cut if life is not None]
+        per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
+        num_epochs = -(-steps // per_epoch) if steps and per_epoch else 1
+        loops = *self.loaders.loops, *self.generations.loops
+        kept = [loop.missing(self._recorder.ops, self._lives, num_epochs) for loop in loops]
+        self._lives += itertools.chain(*kept)
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
         number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
         if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
@@ -389,7 +414,6 @@ class Watch:
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
             judged += spans
         phases |= self._largest_beside(judged)
-        per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped), *size, ranks, host_memory)
@@ -406,12 +430,14 @@ class Watch:
         """Return what runs where more is alive than in all that is ``judged``, by a ``share`` at least. Empty: nothing does.
 
         What comes before the first forward pass does not count: the host may have made it. Nor do steps after which no garbage is
-        collected: of the first epoch, all but five, and after it, all but three.
+        collected: of the first epoch, all but five, and after it, all but three. Evaluations and larger inputs do.
         """
         ops, marks = self._recorder.ops, self.marks
         live, counts, is_judged = live_bytes(self._lives, len(ops)), np.zeros(len(ops), np.bool_), np.zeros(len(ops), np.bool_)
         counts[marks[0] if self._stages else self._first_forward() : marks[:5][-1]] = True
         counts[self._end_of_first_epoch() : marks[: len(marks) - self._num_later_steps + 3][-1]] = True
+        for at in self._clean_from:
+            counts[at : next((mark for mark in marks if mark > at), len(ops))] = True
         counts[marks[-1] : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True
         for begin, end in judged:
             is_judged[begin:end] = True
