@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import math
+import random
 import statistics
 import sys
 import time
@@ -192,7 +193,7 @@ class Loaders:
         if not latest.feeds:
             enough = ITERATIONS if self._num_epochs < 2 else 2
             return self._evaluates and latest.num_batches >= enough and not self.may_spare
-        if len(self._used) < 3:
+        if len(self._used) < 4:
             return False
         if self._num_epochs > 1:
             return latest.num_batches >= self._batches_per_step
@@ -323,7 +324,8 @@ def samples_in_batch(loader: Any) -> int | None:
 def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, Any]:
     """Return the longest batch that ``loader`` can make, with its name. ("", None): all samples are alike, or cannot be seen.
 
-    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set.
+    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set. If it does not pad, their
+    lengths add up, and the largest hardly ever meet. Then it gets the largest of as many random batches as three epochs have.
     """
     data, size = loader.dataset, samples_in_batch(loader)
     if size is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
@@ -338,8 +340,13 @@ def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float 
         if len(set(sizes.values())) < 2:
             return "", None
         largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
-        samples = [data[index] for index in itertools.islice(itertools.cycle(largest), size)]
-        return f"the longest batch of {len(sizes)} samples", loader.collate_fn(samples)
+        chosen = [*itertools.islice(itertools.cycle(largest), size)]
+        mixed, equal = (_size_of(loader.collate_fn([data[largest[0]], data[other]])) for other in (largest[-1], largest[0]))
+        if mixed < equal:
+            draw, number = random.Random(0), min(10_000, 3 * max(1, len(data) // size))
+            drawn = (draw.choices(largest, k=size) for _ in range(number))
+            chosen = max(drawn, key=lambda batch: sum(sizes[index] for index in batch))
+        return f"the longest batch of {len(sizes)} samples", loader.collate_fn([data[index] for index in chosen])
 
 
 def _size_of(sample: Any) -> int:

@@ -74,7 +74,7 @@ class CutLoop:
             return [Life(self.num_missing * kept + peak, None, third, until, name, Phase.FORWARD)]
         number = self.num_seen + self.num_missing
         number *= num_epochs if until is None or until >= len(ops) - 1 else 1
-        at_last_step = (number - 2) * kept  # what the first two leave is there in the step that is judged
+        at_last_step = max(0, number - 5) * kept  # what the first steps leave is there while they are looked at
         return [
             Life(at_last_step, None, self.begins_at[0], max(ended - 1, 0), name, Phase.FORWARD),
             Life((number - self.num_seen) * kept + peak, None, ended, until, name, Phase.FORWARD),

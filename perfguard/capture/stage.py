@@ -40,7 +40,7 @@ from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
-from perfguard.graph.recorder import Recorder, tensors_in
+from perfguard.graph.recorder import Recorder, operator_of, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class HostTensors(TorchDispatchMode):
         if not source.is_meta:
             self.values.remember(twin, source)
         self.recorder.index_of(twin, name="torch.load")
+        self.recorder.record(aten._to_copy.default, (torch.empty(0, device="cpu"),), {}, twin)  # at which it is alive
         return twin
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +114,7 @@ class HostTensors(TorchDispatchMode):
         if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
         if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):  # the others in inference mode
-            value = self.values.read(args[0]).item()
+            value = self.values.read(args[0]).item() or self.recorder.selections.are_some(args[0])
             return bool(value) if func is aten.is_nonzero.default else value
         if func in (aten.equal.default, aten.allclose.default):
             return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
@@ -132,6 +133,9 @@ class HostTensors(TorchDispatchMode):
             parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
             func, kwargs = torch.ops.perfguard.fused_optimizer_.default, {}
             args = parameters, gradients, [*itertools.chain(*state)]
+        writes_to_host = bool(operator_of(func).writes) and isinstance(args[0], torch.Tensor) and not args[0].is_meta
+        if writes_to_host and all(self.values.are_known(tensor) for tensor in given if tensor.is_meta):
+            return func(*tree_map_only(torch.Tensor, self.values.read, args), **kwargs)  # a permutation, for instance
         if any(not tensor.is_meta and tensor.dim() for tensor in given) and func not in _READING_LENGTHS:
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
         if self.in_forward and self._unread:
@@ -304,7 +308,7 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, twin)
     except RuntimeError as error:
         raise CaptureError(
-            f"A model that was made before the trial cannot be dry-run ({error}). Make it in the objective."
+            f"A parameter that was there before the dry run cannot be part of it ({error}). Make the model in the objective."
         ) from error
 
 
@@ -338,7 +342,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         replace(nn.Parameter, "__new__", _making_on_meta)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
-        replace(nn.Module, "register_buffer", _registering_on_meta)
+        replace(nn.Module, "register_buffer", lambda own: _registering_on_meta(own, host.values))
         replace(nn.Module, "_apply", lambda own: _staying_on_meta(own, host))
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
             replace(owner, "__init__", lambda own: _following(own, follow_libraries))
@@ -382,10 +386,12 @@ def _making_lazy_on_meta(own: Any) -> Any:
     return staticmethod(__new__)
 
 
-def _registering_on_meta(own: Any) -> Any:
+def _registering_on_meta(own: Any, values: Values) -> Any:
     def register_buffer(self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         if tensor is not None and not tensor.is_meta and type(tensor) is torch.Tensor:
-            tensor = empty_twin(tensor)
+            real, tensor = tensor, empty_twin(tensor)
+            if not real.is_floating_point() and real.numel() <= values.most_elements:  # a counter, or positions
+                values.remember(tensor, real)
         own(self, name, tensor, persistent)
 
     return register_buffer
@@ -496,7 +502,7 @@ def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_
                 return restored(tensor) if device_kind == "cpu" or is_on_device("cuda:0") else zeros_on_host(tensor)
             return restored(tensor) if tensor.untyped_storage().data_ptr() in found else tensor
 
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             return tree_map_only(torch.Tensor, place, own(f, **{**kwargs, "map_location": note}))
 
     return load

@@ -389,7 +389,9 @@ class Watch:
         if self.marks and not self._recorder.ops:
             raise CaptureError("Nothing of a step was seen on the device. Describe what the objective runs: build=...")
         if not self.marks:
-            raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
+            learns = any(op.phase is Phase.BACKWARD for op in self._recorder.ops)
+            why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 0`, is left out." if learns else ""
+            raise CaptureError(f"The objective made no step of a torch optimizer.{why} Describe what it runs: build=...")
         self._held = self._lasting()
         self._lives = self._recorder.lives()
         per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
@@ -401,6 +403,9 @@ class Watch:
         number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
         if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
             number += 1
+        lengths = [end - begin for begin, end in itertools.pairwise(self.marks[number : number + 4])]
+        if len(lengths) == 3 and lengths[0] != lengths[1] == lengths[2] and not self._evaluates(number + 1):
+            number += 1  # an average of weights begins with a copy of them
         begin, end, after = self._step(number)
         judged = [(begin, end)]
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]

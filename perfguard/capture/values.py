@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ class _Value(NamedTuple):
     """The same on the host."""
     is_sure: bool
     """Not if it depends on what is 0 because nobody knows it."""
+    version: int = 0
+    """PyTorch's count of the writes to the storage that are in ``source``."""
 
 
 class Values:
@@ -50,7 +53,7 @@ class Values:
     def remember(self, twin: torch.Tensor, source: torch.Tensor, *, is_sure: bool = True) -> None:
         """Note that ``twin`` on meta has the values of ``source``."""
         with _disable_current_modes():
-            self._known[twin.untyped_storage()] = _Value(empty_twin(twin), source.detach(), is_sure)
+            self._known[twin.untyped_storage()] = _Value(empty_twin(twin), source.detach(), is_sure, _version_of(twin))
 
     def are_known(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has values that depend on no network."""
@@ -69,14 +72,17 @@ class Values:
 
     def _of(self, tensor: torch.Tensor) -> _Value | None:
         found = self._known.get(tensor.untyped_storage())
-        is_changed = not tensor.is_inference() and tensor._version > 0
-        return None if found is None or tensor.dtype != found.like.dtype or is_changed else found
+        is_lost = found is None or tensor.dtype != found.like.dtype or _version_of(tensor) > found.version
+        return None if is_lost else found
 
     def run(self, func: Any, args: Any, kwargs: Any, record: Callable[[Any, Any, Any, Any], object]) -> Any:
         """Run an operator on meta, and on the host if that says what its result is.
 
         ``record(func, args, kwargs, out)`` writes one down that meta cannot run, because the size of its result is a value.
         """
+        writes = operator_of(func).writes
+        if [position for position, _ in writes] == [0] and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return self._write(func, args, kwargs)
         is_sure = self._follows(func, args, kwargs)
         has_size_by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
         if is_sure is None or (has_size_by_value and not is_sure):
@@ -95,6 +101,27 @@ class Values:
         for twin, source in zip(tensors_in(twins), tensors_in(result), strict=True):
             self.remember(twin, source, is_sure=is_sure)
         return twins
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that changes its first argument, such as `counter.add_(1)` or `labels[labels == 2] = 0`."""
+        target, others = args[0], tensors_in((args[1:], kwargs))
+        found = self._of(target)
+        is_whole = target.numel() <= self.most_elements and target.nbytes == target.untyped_storage().nbytes()
+        if operator_of(func).name in _OVERWRITING and is_whole and not target.is_floating_point():
+            with _disable_current_modes():
+                found = _Value(empty_twin(target), zeros_on_host(target), is_sure=True)
+        follows = found is not None and all(self.are_known(tensor) for tensor in others if tensor.is_meta)
+        out = func(*args, **kwargs)
+        if found is None or not follows or sum(tensor.numel() for tensor in others) > self.most_elements:
+            return out
+        with _disable_current_modes(), suppress(Exception):  # then it is not known any longer
+            like, source = found.like, found.source
+            whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu").copy_(source)
+            part = whole.as_strided(target.shape, target.stride(), target.storage_offset())
+            func(part, *tree_map_only(torch.Tensor, self.read, args[1:]), **self._keywords_on_host(kwargs))
+            version = _version_of(target) + 1  # PyTorch counts this write when it has returned
+            self._known[target.untyped_storage()] = found._replace(source=whole, version=version)
+        return out
 
     @staticmethod
     def _on_meta(func: Any, args: Any, kwargs: Any, *, needed: bool) -> Any:
@@ -130,9 +157,16 @@ class Values:
         }
 
 
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often the storage of ``tensor`` was written to. 0 in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 _FILLING = {"arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices",
             "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # fmt: skip
 """Their results have values that depend on no tensor."""
+_OVERWRITING = {"zero_", "fill_", "copy_"}
+"""After them, nothing is left of the values before."""
 _COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf"}
 """Their results are conditions."""
 

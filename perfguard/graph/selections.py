@@ -47,8 +47,9 @@ class _Known(NamedTuple):
 
     share: Fraction
     """Of a mask: elements that are chosen. Of indices: elements with the same value."""
-    kind: Literal["indices", "classes", "mask", "one_hot", "count", "given"]
-    """"classes": all indices, in order. "count": the sum of a one-hot mask. "given": the size is no assumption."""
+    kind: Literal["indices", "classes", "mask", "one_hot", "count", "any", "given"]
+    """"classes": all indices, in order. "count": the sum of a one-hot mask. "any": of a whole mask. "given": the size is no
+    assumption."""
     num_classes: int = 0
     """Of "classes", "one_hot" and "count"."""
 
@@ -86,6 +87,14 @@ class Selections:
             # Who states a length, states that of all values.
             return torch.empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype, device=META)
         return NotImplemented
+
+    def are_some(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is the `any` of a mask of which some elements are chosen, such as the tokens of an expert."""
+        known = self._by_storage.get(self._storage_index(tensor))
+        if known is None or known.kind != "any" or known.share < 1:
+            return False
+        self.assumed[EVEN_CHOICES] = None
+        return True
 
     def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Remember what the output of an operator says about its values."""
@@ -125,6 +134,8 @@ class Selections:
             return least if chooses and not isinstance(args[1], torch.Tensor) and args[1] == 0 else None
         if name in ("any", "sum"):
             share = min(least.share * args[0].numel() / max(out.numel(), 1), Fraction(1))
+            if name == "any" and out.numel() == 1:
+                return _Known(share, "any") if chooses else None
             return _Known(share, "count" if least.kind == "one_hot" else "mask", least.num_classes) if chooses else None
         return least if name in _KEEPING else None
 

@@ -499,7 +499,7 @@ def test_later_dry_runs_are_short_where_that_counts_the_same_steps(dry: Callable
     assert runs.capture(answering({"width": 8, "rate": 0.1}, rate=0.3)).steps == steps
     bell.heard()
     assert runs.capture(answering({"width": 16, "rate": 0.1}, rate=0.3)).steps == steps
-    assert len(bell.heard()) == (21 if breaks else 4)  # the first epoch, and a step of the second
+    assert len(bell.heard()) == (21 if breaks else 5)  # steps of the first epoch, and one of the second
 
 
 def test_a_float_that_changes_the_number_of_steps_is_noticed(dry: Callable[..., DryRuns]) -> None:

@@ -1310,3 +1310,187 @@ def test_a_long_trial_is_cut_off() -> None:
         captured = capture(objective, A100, most_seconds=0.1)
     assert "more than 0.1 s" in captured.unseen
     assert (captured.steps_per_epoch, captured.steps) == (2, None)
+
+
+# --- What a stranger found: memory that grows, and values that are not 0
+
+
+def largest(found: CapturedTrial) -> int:
+    return max(graph.peak_live_bytes for graph in (found.graph, *found.phases.values()))
+
+
+@pytest.mark.parametrize(("lasts", "number"), [(False, 20), (True, 40)])
+def test_what_training_keeps_counts_to_the_end(lasts: bool, number: int) -> None:
+    outputs: list[torch.Tensor] = []
+
+    def objective() -> None:
+        model = nn.Linear(20, 5000).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            if not lasts:
+                outputs.clear()
+            for x, _ in rows(20 * 32):
+                optimizer.zero_grad()
+                output = model(x.cuda())
+                output.sum().backward()
+                optimizer.step()
+                outputs.append(output.detach())
+
+    kept = 32 * 5000 * 4
+    for spares in (True, False):
+        outputs.clear()
+        found = capture(objective, A100, spares=spares)
+        assert largest(found) == pytest.approx((number + 1) * kept, rel=0.15)
+
+
+def test_evaluation_within_an_epoch_and_larger_inputs_of_later_epochs_count() -> None:
+    def objective(sizes: tuple[int, ...], evaluates: bool) -> None:
+        model = convolutional().cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for size in sizes:
+            for step, (x, y) in enumerate(images(size=size)):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+                optimizer.step()
+                if evaluates and step == 7:
+                    with torch.no_grad():
+                        for x, _ in images(batch=160):
+                            model(x.cuda())
+
+    plain, larger = (capture(partial(objective, sizes, False), A100) for sizes in ((32, 32), (32, 32, 32, 32, 64)))
+    assert largest(larger) > 3 * largest(plain)
+    assert set(larger.phases) == {"a later step"}
+    evaluating = capture(partial(objective, (32, 32), True), A100)
+    assert set(evaluating.phases) == {"an evaluation"}
+    assert evaluating.phases["an evaluation"].peak_live_bytes > 2 * plain.graph.peak_live_bytes
+
+
+def test_model_of_the_fold_before_is_gone() -> None:
+    def objective() -> None:
+        for _ in range(3):
+            model = nn.Sequential(nn.Linear(20, 4000), nn.Linear(4000, 3)).cuda()
+            fit(model, rows(), torch.optim.Adam(model.parameters()))
+
+    found = capture(objective, A100)
+    assert largest(found) < 1.1 * found.graph.peak_live_bytes
+
+
+def test_bare_next_is_given_all_that_it_asks_for() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        batches = iter(rows())
+        for _ in range(9):
+            x, y = next(batches)
+            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+        fit(model, rows(), torch.optim.Adam(model.parameters()))
+
+    found = capture(objective, A100, spares=False)
+    assert found.unseen == ""
+    assert found.num_optimizers == 2
+
+
+class Experts(nn.Module):
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+        self.router = nn.Linear(20, 4)
+        self.experts = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            if not self.asks or mask.any():
+                out[mask] = expert(x[mask])
+        return out
+
+
+def test_expert_that_is_asked_whether_it_has_tokens_has_some() -> None:
+    def graph(asks: bool) -> Any:
+        def objective() -> None:
+            model = Experts(asks=asks).cuda()
+            fit(model, rows(), torch.optim.SGD(model.parameters()))
+
+        return capture(objective, A100).graph
+
+    products = [sum(op.kind == "matmul" for op in graph(asks).ops) for asks in (True, False)]
+    assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("device", [A100, CPU])
+def test_counters_and_labels_that_are_changed_in_place_keep_their_values(device: Any) -> None:
+    place, seen = "cuda" if device is A100 else "cpu", []
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.norm = nn.LSTM(20, 8, batch_first=True), nn.BatchNorm1d(8, momentum=None)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.norm(self.rnn(packed)[1][0][0])
+
+    def objective() -> None:
+        data = TensorDataset(torch.randn(64, 5, 20), torch.arange(64) % 5 + 1, torch.arange(64) % 3)
+        model = Packed().to(place)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            for x, lengths, labels in DataLoader(data, 16):
+                labels = labels.to(place)
+                labels[labels == 2] = 6
+                one_hot = F.one_hot(labels)
+                seen.append(one_hot.shape[1])
+                optimizer.zero_grad()
+                model(x.to(place), lengths).sum().backward()
+                optimizer.step()
+
+    found = capture(objective, device)
+    assert found.unseen == ""
+    assert set(seen) == {7}
+
+
+def test_state_of_an_optimizer_is_loaded_on_a_cpu(tmp_path: Path) -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3)
+        optimizer = torch.optim.Adam(model.parameters())
+        fit(model, rows(), optimizer, device="cpu")
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt", map_location="cpu"))
+
+    assert capture(objective, CPU).unseen == ""
+
+
+def test_longest_samples_that_are_not_padded_hardly_ever_meet() -> None:
+    data = [torch.zeros(500 if number == 0 else 10, dtype=torch.long) for number in range(320)]
+
+    def objective(collate: Any) -> None:
+        model = nn.EmbeddingBag(10, 50).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            for x in DataLoader(data, 16, collate_fn=collate):  # type: ignore[arg-type]
+                model(x.cuda()).sum().backward()
+                optimizer.step()
+
+    def longest(collate: Any) -> int:
+        graph = capture(partial(objective, collate), A100).phases["the longest batch of 320 samples"]
+        return max(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.INPUT)
+
+    padded = longest(partial(nn.utils.rnn.pad_sequence, batch_first=True))
+    joined = longest(lambda samples: torch.cat(samples)[None])
+    assert padded == 8 * 16 * 500
+    assert 8 * 16 * 10 < joined <= 8 * (3 * 500 + 13 * 10)
+
+
+def test_step_that_depends_on_a_value_is_named() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for x, y in rows():
+            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            if nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0:
+                optimizer.step()
+
+    with pytest.raises(CaptureError, match="a step that depends on one, as in `if norm > 0`, is left out"):
+        capture(objective, A100)
