@@ -33,53 +33,63 @@ from perfguard_research.learners import learner_class
 
 _LEARNT = (0, 1, 3, 5, 10, 20)
 _FEWEST = 30
-_JUDGED = 60
-_ORDERS = 3
-_OPERATORS = 2000
-_Row = tuple[Run, Device, OpGraph]
+JUDGED = 60
+ORDERS = 3
+OPERATORS = 2000
+Row = tuple[Run, Device, OpGraph]
 _Scores = npt.NDArray[np.float64]
 """Mean and median error, and the share inside the 90% interval, after each number of runs. Shape: (len(_LEARNT), 3)."""
 
 
-def observed(run: Run, device: Device, graph: OpGraph) -> Observation:
-    """The run as a guard would have logged it."""
-    seconds = math.exp(run.labels["time"])
+def observed(graph: OpGraph, device: Device, seconds: float) -> Observation:
+    """A run as a guard would have logged it."""
     return Observation(graph, device, Measurement("ok", device.id, device.name, None, seconds, 10 * seconds, 10, "nvml", ""))
 
 
-def scores(weights: Weights, rows: Sequence[_Row]) -> _Scores:
+def score(net: GuardNet, rows: Sequence[Row]) -> tuple[float, float, float]:
+    """Mean and median error of the predictions for ``rows``, and the share inside the 90% interval."""
+    times = [net.predict(graph, device).step_time for _, device, graph in rows]
+    apart = np.array([run.labels["time"] - math.log(time.median) for (run, *_), time in zip(rows, times, strict=True)])
+    errors, half = np.abs(np.expm1(-apart)), HALF_INTERVAL * np.array([time.log_sigma for time in times])
+    return float(errors.mean()), float(np.median(errors)), float((np.abs(apart) <= half).mean())
+
+
+def scores(weights: Weights, rows: Sequence[Row]) -> _Scores:
     """The scores of the runs from the 21st on."""
     net, found = GuardNet({"cuda": weights}), []
-    later = rows[_LEARNT[-1] :][:_JUDGED]
     for learnt in _LEARNT:
-        net.fine_tune([observed(*row) for row in rows[:learnt]])
-        times = [net.predict(graph, device).step_time for _, device, graph in later]
-        apart = np.array([run.labels["time"] - math.log(time.median) for (run, *_), time in zip(later, times, strict=True)])
-        errors, half = np.abs(np.expm1(-apart)), HALF_INTERVAL * np.array([time.log_sigma for time in times])
-        found.append((errors.mean(), np.median(errors), (np.abs(apart) <= half).mean()))
+        net.fine_tune([observed(graph, device, math.exp(run.labels["time"])) for run, device, graph in rows[:learnt]])
+        found.append(score(net, rows[_LEARNT[-1] :][:JUDGED]))
     return np.array(found)
 
 
-def of_orders(weights: Weights, rows: Sequence[_Row]) -> _Scores:
+def of_orders(weights: Weights, rows: Sequence[Row]) -> _Scores:
     """The mean of :func:`scores` over some orders of ``rows``."""
-    return np.asarray(np.mean([scores(weights, random.Random(seed).sample(rows, len(rows))) for seed in range(_ORDERS)], axis=0))
+    return np.asarray(np.mean([scores(weights, random.Random(seed).sample(rows, len(rows))) for seed in range(ORDERS)], axis=0))
 
 
-def machines_of(table: Path, cache: Path) -> dict[tuple[str, str, str], list[_Row]]:
+def machines_of(table: Path, cache: Path) -> dict[tuple[str, str, str], list[Row]]:
     """The rows with a step time of each machine that has enough of them."""
-    found: defaultdict[tuple[str, str, str], list[_Row]] = defaultdict(list)
+    found: defaultdict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in graphs_of([table], lambda run: run.table == "run" and "time" in run.labels, cache=cache):
         found[row[0].machine].append(row)
     return {machine: rows for machine, rows in found.items() if len(rows) >= _FEWEST}
 
 
-def _name(source: str, gpu: str, folder: str) -> str:
+def weights_of(fold: Fold, runs: Sequence[Run], cache: Path) -> Weights:
+    """The weights for a fold: those for time without its runs, those for memory as they ship."""
+    judged = {id(runs[index]) for index in fold.judge}
+    scenario = Scenario(fold.name, "time", lambda run: id(run) in judged, lambda run: False)
+    return Weights(shipped_weights(MemoryForest.name), weights_without(scenario, runs, cache))
+
+
+def name_of(source: str, gpu: str, folder: str) -> str:
     """The machine, by the part of the folder that tells it apart."""
     return " ".join([source, gpu, *PurePosixPath(folder).parts[:2][-1:]])
 
 
-def _cell(mean: float, median: float, inside: float) -> str:
-    return f"{mean:.0%} / {median:.0%}; {inside:.0%}"
+def cell(mean: float, median: float, inside: float) -> str:
+    return "-" if math.isnan(mean) else f"{mean:.0%} / {median:.0%}; {inside:.0%}"
 
 
 def main() -> None:
@@ -91,25 +101,20 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     views, cache = learner_class("step-time").views, arguments.cache
-    runs = dataset_of(arguments.tables, views, cache=cache, most_operators=_OPERATORS).runs
-    machines, memory = machines_of(arguments.tables[0], cache), shipped_weights(MemoryForest.name)
+    runs = dataset_of(arguments.tables, views, cache=cache, most_operators=OPERATORS).runs
+    machines = machines_of(arguments.tables[0], cache)
     part = ("source", "gpu").index(arguments.split)  # of a machine's name
-
-    def weights_without_fold(fold: Fold) -> Weights:
-        judged = {id(runs[index]) for index in fold.judge}
-        scenario = Scenario(fold.name, "time", lambda run: id(run) in judged, lambda run: False)
-        return Weights(memory, weights_without(scenario, runs, cache))
 
     found: dict[tuple[str, str, str], _Scores] = {}
     for fold in folds(runs, arguments.split):
         held_out = {getattr(runs[index], arguments.split) for index in fold.judge}
         own = [machine for machine in machines if machine[part] in held_out]
         if own:
-            weights = weights_without_fold(fold)
+            weights = weights_of(fold, runs, cache)
             found |= {machine: of_orders(weights, machines[machine]) for machine in own}
-    lines = [[_name(*one), str(len(machines[one])), *(_cell(*row) for row in found[one])] for one in sorted(found)]
+    lines = [[name_of(*one), str(len(machines[one])), *(cell(*row) for row in found[one])] for one in sorted(found)]
     means = np.array(list(found.values()))
-    lines.append(["all machines alike", "", *(_cell(*row) for row in means.mean(0))])
+    lines.append(["all machines alike", "", *(cell(*row) for row in means.mean(0))])
     worse = (means[:, :, 0] > means[:, :1, 0]).sum(0)
     lines.append(["machines that learning made worse", "", *(f"{number} of {len(means)}" for number in worse)])
     columns = ["machine", "runs", *(f"after {number}" for number in _LEARNT)]
