@@ -36,7 +36,6 @@ from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
-from perfguard.rejections import Rejections
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.steps import Steps, steps_of_finished
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
@@ -175,11 +174,8 @@ class Guard:
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self.log = _open_log(log)
-        self.rejections = Rejections()
         self.num_launched = 0
         """Trials that were launched with a verdict."""
-        self.num_ended = 0
-        """Trials that have ended, and from which the guard may have learnt."""
         self._expected_violations = 0.0
         self._traces = TraceCache()
         self._real_steps: dict[str, OpGraph] = {}
@@ -622,7 +618,6 @@ class Guard:
             real_step: what was recorded of the trial, see :meth:`watch`. Where its dry run has shown another step, that is said
                 once, and the real step is learnt.
         """
-        self.num_ended += 1
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
             self.warn_once(

@@ -12,7 +12,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
@@ -48,16 +48,10 @@ from perfguard.workload import (
     build_watched,
     did_you_mean,
     is_missing_parameter,
+    make_of,
     why_missing,
 )
-from perfguard_optuna.attributes import (
-    AnyTrial,
-    attributes_of,
-    constraint_names,
-    constraints_of,
-    has_verdict,
-    write,
-)
+from perfguard_optuna.attributes import PREFIX, AnyTrial, attributes_of, has_verdict, write
 from perfguard_optuna.capture import refuse_dry_trial
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 
@@ -146,8 +140,6 @@ class OptunaGuard:
         self._running: dict[int, _Trial] = {}
         """The trial that each thread runs."""
         self._searches: dict[str, Search] = {}
-        self._rejected_by: set[tuple[str, ...]] = set()
-        """The names that ``build`` read of the trials that it rejected. Each set of names makes keys of their own."""
         self._remembers: AnyBuild | None = build
         """The function whose rejections are remembered."""
 
@@ -245,16 +237,13 @@ class OptunaGuard:
             return False
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
-        known.run = self._start_run((lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None)
-        self._running[threading.get_ident()] = known
+        self._launch(study, known, keeps_pace=keeps_pace)
         return True
 
     def begin_unjudged(self, study: optuna.Study, trial: AnyTrial) -> None:
         """Begin to measure ``trial``, which :meth:`judge_late` will judge."""
         self.end_abandoned(study)
-        known = self._trial(study, trial)
-        known.run = self._start_run(lambda optimizer: self._after_step(study, known, optimizer))
-        self._running[threading.get_ident()] = known
+        self._launch(study, self._trial(study, trial), keeps_pace=True)
 
     def judge_late(self, study: optuna.Study, trial: AnyTrial, found: CapturedTrial | Exception, *, waited_s: float) -> None:
         """Judge a trial that runs already by what was ``found`` of it: what it runs, or why that is not known.
@@ -266,14 +255,9 @@ class OptunaGuard:
             UnguardedTrialError: if it cannot be judged, and the guard is strict.
         """
         known, params = self._trial(study, trial), WatchedParams(trial.params)
-
-        def make_workload() -> AnyWorkload:
-            if isinstance(found, Exception):
-                raise found
-            return self.guard.with_steps(found, params)
-
+        made = found if isinstance(found, Exception) else self.guard.with_steps(found, params)
         with nullcontext() if known.run is None else known.run.left_out(after_s=waited_s):
-            decision = self.decide(study, trial, params, make_workload, is_read=False)
+            decision = self.decide(study, trial, params, make_of(made), is_read=False)
         if decision.verdict.action == "prune":
             known.run = None  # what it cost until now is not what it would have cost
             self._running.pop(threading.get_ident(), None)
@@ -310,12 +294,12 @@ class OptunaGuard:
             known.error = error
             if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
                 return None
-            return self.decide(study, trial, params, _raiser(error))
+            return self.decide(study, trial, params, make_of(error))
         known.missing = params.missing
         if params.missing and not final:
             return None
         self._warn_of_slips(params)
-        decision = self.decide(study, trial, params, lambda: workload)
+        decision = self.decide(study, trial, params, make_of(workload))
         if isinstance(workload, CapturedTrial) and decision.verdict.action != "prune":
             known.real_step = self.guard.watch(workload)
         return decision
@@ -371,11 +355,9 @@ class OptunaGuard:
         self._write(study, trial, attributes, lambda: self.constraints_of(study, verdict))
         return decision
 
-    def search_of(self, study: optuna.Study, *, anew: bool = False) -> Search:
-        """Return the state of the search in ``study``. ``anew``: it begins again."""
-        if anew or study.study_name not in self._searches:
-            self._searches[study.study_name] = Search()
-        return self._searches[study.study_name]
+    def search_of(self, study: optuna.Study) -> Search:
+        """Return the state of the search in ``study``."""
+        return self._searches.setdefault(study.study_name, Search())
 
     def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
         """Remember that ``params`` do not fit, or forget it where they do now.
@@ -383,15 +365,8 @@ class OptunaGuard:
         A verdict that depends on a missing parameter or on the time left is not remembered, because it may be another next time.
         """
         used = params.used
-        if params.missing or self.within_timeout or not used:
-            return
-        names, rejections = tuple(sorted(used)), self.guard.rejections
-        key = _rejection_key(study, names, used)
-        if verdict.action == "prune":
-            self._rejected_by.add(names)
-            rejections.add(key, verdict, num_ended=self.guard.num_ended)
-        else:
-            rejections.forget(key)
+        if used and not params.missing and not self.within_timeout:
+            self.search_of(study).remember(_rejection_key(tuple(sorted(used)), used), verdict)
 
     def recall(
         self, study: optuna.Study, params: Mapping[str, Any], build: AnyBuild, *, drawn: Collection[str] | None = None
@@ -400,25 +375,37 @@ class OptunaGuard:
 
         ``drawn`` holds names of which the rejection must depend on one. None: any rejection counts.
         """
+        search = self.search_of(study)
         if build != self._remembers:
-            self.guard.rejections.clear()
-            self._rejected_by, self._remembers = set(), build
-        accepted = self.search_of(study).threshold(self.guard) or self.guard.threshold
-        for names in list(self._rejected_by):  # other threads add to it
+            for known in self._searches.values():
+                known.rejected.clear()
+            self._remembers = build
+        # Each set of names that `build` read of a trial makes keys of its own. Other threads add to them.
+        for names in {names for names, _ in list(search.rejected)}:
             if params.keys() >= set(names) and (drawn is None or not set(names).isdisjoint(drawn)):
-                key = _rejection_key(study, names, params)
-                found = self.guard.rejections.recall(key, num_ended=self.guard.num_ended, accepted=accepted)
+                found = search.recall(_rejection_key(names, params), self.guard)
                 if found is not None:
                     return found
         return None
 
     def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
         """Return the constraints of a trial of ``study`` with that verdict: the distance from feasibility for each limit."""
-        return constraints_of(study, verdict, self._quantities)
+        names = self._constraint_names(study)
+        constraints = {name: verdict.margins.get(name, 0.0) for name in names}  # type: ignore[call-overload]
+        others = [margin for quantity, margin in verdict.margins.items() if quantity not in constraints]
+        if names and max(others, default=0) > 0:  # a broken limit that has no name counts for the first
+            constraints[names[0]] = max(constraints[names[0]], *others)
+        return constraints
 
-    @property
-    def _quantities(self) -> tuple[str, ...]:
-        """The quantities that get a constraint each."""
+    def _constraint_names(self, study: optuna.Study) -> Sequence[str]:
+        """The constraints that the study's completed trials have; the limited quantities where there is no such trial yet.
+
+        Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones. So a study that was begun
+        without the guard, or with another budget, keeps those with which it was begun.
+        """
+        completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if completed:
+            return [key.removeprefix(PREFIX) for key in completed[0].constraints if key.startswith(PREFIX)]
         quantities = self.guard.budget.quantities
         return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
 
@@ -464,9 +451,9 @@ class OptunaGuard:
         if known.decision is not None or known.is_over:
             return
         if known.error is not None:
-            self.decide(study, trial, WatchedParams(trial.params), _raiser(known.error), is_read=False)
+            self.decide(study, trial, WatchedParams(trial.params), make_of(known.error), is_read=False)
         else:
-            self._unguarded(study, trial, self.why_unjudged(study, trial, build))
+            self.report_unguarded(study, trial, self.why_unjudged(study, trial, build))
 
     def report_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
         """Report a trial that ends in ``state`` and was never judged. The arguments are those of a sampler's ``after_trial``.
@@ -487,7 +474,7 @@ class OptunaGuard:
                 "nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work "
                 "with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
             )
-            self._unguarded(study, trial, never_asked)
+            self.report_unguarded(study, trial, never_asked)
 
     def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
         """Report an earlier trial of this process that completed in silence: nothing of PerfGuard heard of it.
@@ -511,7 +498,12 @@ class OptunaGuard:
             )
         return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
 
-    def _unguarded(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+    def report_unguarded(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+        """Report ``why`` a trial runs without a verdict, or against it.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
         self._write_unjudged(study, trial, why)
         if self.guard.strict:
             raise UnguardedTrialError(why)
@@ -521,18 +513,6 @@ class OptunaGuard:
         self._trial(study, trial).is_over = True
         verdict = Verdict(action="launch", unjudged=why)
         self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
-
-    def report_unheeded(self, study: optuna.Study, trial: AnyTrial) -> None:
-        """Report a trial that several ranks ran against its verdict.
-
-        Raises:
-            UnguardedTrialError: if the guard is strict.
-        """
-        why = (
-            "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
-            "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
-        )
-        self._unguarded(study, trial, why)
 
     def too_slow(self, study: optuna.Study, trial: AnyTrial) -> str | None:
         """Return why a running trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
@@ -650,8 +630,13 @@ class OptunaGuard:
                 about="repair",
             )
         else:
+            self.search_of(study).num_ended += 1
             self.guard.learn(decision, measurement, real_step=real_step)
         return measurement
+
+    def _launch(self, study: optuna.Study, known: _Trial, *, keeps_pace: bool) -> None:
+        known.run = self._start_run((lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None)
+        self._running[threading.get_ident()] = known
 
     def _start_run(self, on_step: Callable[[Any], object] | None = None) -> Run:
         run = Run(self.device, on_step=on_step)
@@ -674,7 +659,7 @@ class OptunaGuard:
 
     def _excess(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
         """The constraint of a broken limit: positive, at least 1%, because the amount may be unknown."""
-        names = constraint_names(study, self._quantities)
+        names = self._constraint_names(study)
         wanted = ("time", "cost") if quantity == "time" else (quantity,)  # a budget of cost limits the time
         return {next((name for name in wanted if name in names), names[0]): max(excess, 0.01)} if names else {}
 
@@ -745,7 +730,7 @@ class GuardedRun:
         with Ranks.judging(ranks) as shared:
             if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
                 unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
-                guard.begin(study, trial, None, make_workload=_raiser(unknown))
+                guard.begin(study, trial, None, make_workload=make_of(unknown))
             shared.update(columns_of(self.verdict))
         self._run = guard._trial(study, trial).run
         guard.repair_of(study, trial)  # the block applies it
@@ -834,15 +819,8 @@ def _trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial 
     return next((trial for trial in trials if trial.number == number), None)
 
 
-def _rejection_key(study: optuna.Study, names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+def _rejection_key(names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Key of a configuration. A category may be anything, a list among others, and 1 is not True."""
     values = (params[name] for name in names)
     written = ((type(value).__name__, value if isinstance(value, (int, float, str)) else repr(value)) for value in values)
-    return study.study_name, names, tuple(written)
-
-
-def _raiser(error: Exception) -> Callable[[], AnyWorkload]:
-    def raise_it() -> AnyWorkload:
-        raise error
-
-    return raise_it
+    return names, tuple(written)

@@ -9,7 +9,6 @@ followed branch by branch.
 from __future__ import annotations
 
 import copy
-import functools
 import statistics
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -23,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.verdict import Verdict
-from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, build_watched, is_missing_parameter
+from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, build_watched, is_missing_parameter, make_of
 from perfguard_optuna.attributes import PREFIX, attributes_of, write
 from perfguard_optuna.guard import OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
@@ -166,7 +165,7 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    self.guard.decide(study, trial, proposal.params, functools.partial(_same, proposal.workload))
+                    self.guard.decide(study, trial, proposal.params, make_of(proposal.workload))
                 return proposal.drawn
             if proposal.rejection is None:
                 self.guard.remember(study, proposal.params, verdict)
@@ -335,10 +334,6 @@ class _StudyWithRejected(optuna.Study):
                 twin.state, twin.values = TrialState.COMPLETE, stand_in
                 trials.append(twin)
         return trials
-
-
-def _same(workload: AnyWorkload) -> AnyWorkload:
-    return workload
 
 
 def _distributions(study: optuna.Study) -> dict[str, BaseDistribution]:

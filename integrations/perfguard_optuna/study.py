@@ -89,7 +89,8 @@ class GuardedStudy(optuna.Study):
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
         objective = GuardedObjective(func, guard)
         ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
-        search = guard.search_of(self, anew=True)
+        search = guard.search_of(self)
+        search.begin()
         objective.begin(self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
@@ -231,7 +232,12 @@ class GuardedObjective:
             if isinstance(trial.kept, UnguardedTrialError):
                 raise trial.kept
         if trial.kept is not None:
-            self.guard.report_unheeded(trial.study, trial)
+            self.guard.report_unguarded(
+                trial.study,
+                trial,
+                "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
+                "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
+            )
         return value
 
     def _begin(self, trial: optuna.Trial) -> _GuardedTrial:
@@ -285,7 +291,7 @@ class GuardedObjective:
         """Keep a GuardedStudy's sampler from proposing what was rejected before, as soon as it does so."""
         if not isinstance(study, GuardedStudy) or isinstance(study.sampler, PerfGuardSampler) or self._build is None:
             return
-        if self.guard.guard.rejections.any_repeated:
+        if self.guard.search_of(study).any_repeated:
             study.sampler = PerfGuardSampler.against_repeats(study.sampler, self.guard, self._build)
 
 
