@@ -45,8 +45,6 @@ class Report:
     """Name of the study, or of the log."""
     source: str
     """What it was read from."""
-    device: str
-    """Name of the guarded device; empty: unknown."""
     records: Sequence[TrialRecord]
     """The trials, in the order in which they were judged."""
     num_repeated: int = 0
@@ -57,7 +55,7 @@ class Report:
     @property
     def summary(self) -> Summary:
         """The counts of the trials."""
-        return summarize(self.records, title=self.title, device=self.device, num_repeated=self.num_repeated)
+        return summarize(self.records, title=self.title, num_repeated=self.num_repeated)
 
 
 # --- Where a report comes from --------------------------------------------------------------------------------------------------
@@ -149,7 +147,6 @@ def _report_of_log(log: MeasurementStore, study: str | None) -> Report:
     return Report(
         title=studies[0] if len(studies) == 1 else f"{len(studies)} studies",
         source=f"measurement log {log.location}",
-        device=", ".join(dict.fromkeys(record.device_name for record in records if record.device_name)),
         records=records,
         doubts=_doubts_in(log, records),
     )
@@ -244,11 +241,12 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     plots = "".join(f'<div class="plot">{to_html(picture, **look)}</div>' for picture in pictures)
     note = f"<p>The latest {len(shown):,} trials are shown; {hidden:,} earlier ones are counted above.</p>" if hidden else ""
     dots = "".join(f'tr[data-outcome="{name}"] {{ --dot: var(--{name}); }}' for name in OUTCOMES)
-    device = f"Guarded device: {report.device}. " if report.device else ""
+    summary = report.summary
+    device = f"Guarded device: {summary.device}. " if summary.device else ""
     about = f"{device}{len(report.records):,} trials, read from the {report.source}."
     body = (
         f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(about)}</p></header>"
-        f"<main><h2>What was saved</h2>{_counts(report.summary)}{plots}"
+        f"<main><h2>What was saved</h2>{_counts(summary)}{plots}"
         f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
         f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
     )

@@ -53,7 +53,7 @@ class Summary:
 
     title: str
     device: str
-    """Name of the guarded device. Empty: unknown."""
+    """Names of the guarded devices. Empty: unknown."""
     num_launched: int
     """Trials that ran, or still run."""
     num_repaired: int
@@ -138,13 +138,12 @@ class Summary:
         yield self.table()
 
 
-def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", device: str = "", num_repeated: int = 0) -> Summary:
+def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_repeated: int = 0) -> Summary:
     """Count trials.
 
     Args:
         records: the trials, in order.
         title: title of the table.
-        device: name of the guarded device.
         num_repeated: proposals that were rejected from memory and have no record.
     """
     launched = [record for record in records if not record.is_pruned]
@@ -158,7 +157,7 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", devic
     times = [seconds for record in launched if (seconds := record.measured.get("time", record.duration_s)) is not None]
     return Summary(
         title=title,
-        device=device,
+        device=", ".join(dict.fromkeys(record.device_name for record in records if record.device_name)),
         num_launched=len(launched),
         num_repaired=sum(record.in_words == "repaired" for record in launched),
         num_pruned=len(pruned),

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -727,7 +727,8 @@ class GuardedRun:
             self._run = guard._start_run()
             return self
         study = trial.study
-        with Ranks.judging(ranks) as shared:
+        sharing: AbstractContextManager[dict[str, Any]] = ranks.judging() if ranks else nullcontext({})
+        with sharing as shared:
             if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
                 unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
                 guard.begin(study, trial, None, make_workload=make_of(unknown))

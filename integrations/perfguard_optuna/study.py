@@ -189,7 +189,7 @@ class GuardedObjective:
             self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
         try:
-            with Ranks.judging(ranks):
+            with ranks.judging() if ranks else nullcontext():
                 guarded = self._begin(trial)
             value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded))
         except BaseException as error:

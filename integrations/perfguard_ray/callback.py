@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -135,11 +135,6 @@ def metrics_of(run: Run) -> dict[str, Any]:
     return {f"{PREFIX}{name}": value for name, value in fields.items() if value is not None and name != "status"}
 
 
-def _report_in(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of :func:`metrics_of` in ``result``; empty if the trial does not measure itself."""
-    return {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
-
-
 def measurement_in(error: BaseException | None) -> Measurement | None:
     """The measurement of a trial that failed with ``error``; None: it does not measure itself."""
     while error is not None:
@@ -227,7 +222,7 @@ class PerfGuardCallback(Callback):
         entry = self.ledger.entries.get(trial.trial_id)
         if entry is None:
             return
-        report = _report_in(result)
+        report = {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
         entry.report = report or entry.report
         # A function that returns sends no such result. Of a class that says itself that it is done, this cannot be known.
         is_cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
@@ -291,13 +286,7 @@ def read_report(source: Any, study: str | None) -> Report | None:
         ledger = ledger_of(source, who="perfguard.report")
     except ConfigurationError:
         return None
-    return Report(
-        title=ledger.study,
-        source="Ray Tune run",
-        device=ledger.guard.device.name,
-        records=ledger.records(),
-        num_repeated=ledger.num_repeated,
-    )
+    return Report(title=ledger.study, source="Ray Tune run", records=ledger.records(), num_repeated=ledger.num_repeated)
 
 
 def summarize(search: Any) -> Summary:
@@ -316,8 +305,7 @@ def summarize(search: Any) -> Summary:
         ConfigurationError: for anything else.
     """
     ledger = ledger_of(search, who="perfguard_ray.summarize")
-    device = ledger.guard.device.name
-    return summary.summarize(ledger.records(), title=ledger.study, device=device, num_repeated=ledger.num_repeated)
+    return summary.summarize(ledger.records(), title=ledger.study, num_repeated=ledger.num_repeated)
 
 
 def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
