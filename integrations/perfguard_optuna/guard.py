@@ -230,7 +230,7 @@ class OptunaGuard:
         self.end_abandoned(study)
         decision = self.decision_of(study, trial)
         if decision is None and make_workload is not None:
-            decision = self.decide(study, trial, WatchedParams(trial.params), make_workload, is_read=False)
+            decision = self.decide(study, trial, WatchedParams(trial.params), make_workload)
         elif decision is None:
             decision = self.judge(study, trial, build, final=final)
         if decision is None:
@@ -257,7 +257,7 @@ class OptunaGuard:
         known, params = self._trial(study, trial), WatchedParams(trial.params)
         made = found if isinstance(found, Exception) else self.guard.with_steps(found, params)
         with nullcontext() if known.run is None else known.run.left_out(after_s=waited_s):
-            decision = self.decide(study, trial, params, make_of(made), is_read=False)
+            decision = self.decide(study, trial, params, make_of(made))
         if decision.verdict.action == "prune":
             known.run = None  # what it cost until now is not what it would have cost
             self._running.pop(threading.get_ident(), None)
@@ -284,24 +284,26 @@ class OptunaGuard:
             name, number = study.study_name, trial.number
             decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
             return self._keep(study, trial, decision, params.given)
+        found: AnyWorkload | Exception
         try:
-            workload = self.guard.with_steps(build_watched(build, params), params)
+            found = self.guard.with_steps(build_watched(build, params), params)
         except Exception as error:
             if is_missing_parameter(error, params.given):
                 known.missing = {error.args[0]}
                 return None
             is_hopeless = isinstance(error, TooLargeError) and not params.missing
-            known.error = error
+            known.error = found = error
             if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
                 return None
-            return self.decide(study, trial, params, make_of(error))
-        known.missing = params.missing
-        if params.missing and not final:
-            return None
-        self._warn_of_slips(params)
-        decision = self.decide(study, trial, params, make_of(workload))
-        if isinstance(workload, CapturedTrial) and decision.verdict.action != "prune":
-            known.real_step = self.guard.watch(workload)
+        else:
+            known.missing = params.missing
+            if params.missing and not final:
+                return None
+            self._warn_of_slips(params)
+        decision = self.decide(study, trial, params, make_of(found))
+        self.remember(study, params, decision.verdict)
+        if isinstance(found, CapturedTrial) and decision.verdict.action != "prune":
+            known.real_step = self.guard.watch(found)
         return decision
 
     def _warn_of_slips(self, params: WatchedParams) -> None:
@@ -315,18 +317,11 @@ class OptunaGuard:
                 )
 
     def decide(
-        self,
-        study: optuna.Study,
-        trial: AnyTrial,
-        params: WatchedParams,
-        make_workload: Callable[[], AnyWorkload],
-        *,
-        is_read: bool = True,
+        self, study: optuna.Study, trial: AnyTrial, params: WatchedParams, make_workload: Callable[[], AnyWorkload]
     ) -> Decision:
-        """Decide on what ``params`` would run, write the verdict into ``trial``, and remember a rejection.
+        """Decide on what ``trial`` would run, and write the verdict into it. ``params`` are those that were read for it.
 
-        ``make_workload`` raises the error of ``build``, if there is one. ``is_read`` is False for a model that the objective
-        made: then the parameters do not say what runs.
+        ``make_workload`` raises the error of ``build``, if there is one.
 
         Raises:
             UnguardedTrialError: if that cannot be judged, and the guard is strict.
@@ -343,8 +338,6 @@ class OptunaGuard:
         except UnguardedTrialError as error:
             self._write_unjudged(study, trial, str(error))
             raise
-        if is_read:
-            self.remember(study, params, decision.verdict)
         return self._keep(study, trial, decision, params.used)
 
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
@@ -451,7 +444,7 @@ class OptunaGuard:
         if known.decision is not None or known.is_over:
             return
         if known.error is not None:
-            self.decide(study, trial, WatchedParams(trial.params), make_of(known.error), is_read=False)
+            self.decide(study, trial, WatchedParams(trial.params), make_of(known.error))
         else:
             self.report_unguarded(study, trial, self.why_unjudged(study, trial, build))
 

@@ -165,7 +165,8 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    self.guard.decide(study, trial, proposal.params, make_of(proposal.workload))
+                    decision = self.guard.decide(study, trial, proposal.params, make_of(proposal.workload))
+                    self.guard.remember(study, proposal.params, decision.verdict)
                 return proposal.drawn
             if proposal.rejection is None:
                 self.guard.remember(study, proposal.params, verdict)

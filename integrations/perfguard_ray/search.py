@@ -303,7 +303,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
     def next_trial(self) -> Trial | None:
         """The next point that fits; None: not now, or no more."""
         while (trial := self.generator.next_trial()) is not None:
-            if self._fits(trial) or self._redraw(trial):
+            if self._part_of(trial) not in self._hopeless and (self._fits(trial) or self._redraw(trial)):
                 return trial  # type: ignore[no-any-return]
             self.generator.on_trial_complete(trial.trial_id)
             self._num_left_out += 1
@@ -320,13 +320,10 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         return None
 
     def _fits(self, trial: Trial) -> bool:
-        part = self._part_of(trial)
-        if part in self._hopeless:
-            return False
         entry = self.ledger.judge(trial.config, trial=number_of(trial), trial_id=trial.trial_id)
         if entry.rejected:
             return False
-        self._feasible.add(part)
+        self._feasible.add(self._part_of(trial))
         self.ledger.entries[trial.trial_id] = entry
         if entry.config != trial.config:  # it is repaired
             trial.set_config(dict(entry.config))
@@ -334,9 +331,6 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
 
     def _redraw(self, trial: Trial) -> bool:
         """Other values for the random parameters of ``trial``, until it fits; False: it has none, or none fit."""
-        part = self._part_of(trial)
-        if part in self._hopeless:
-            return False
         _, random_vars, grid_vars = parse_spec_vars(self._spec)
         if random_vars:
             fixed = copy.deepcopy(self._spec)
@@ -349,7 +343,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
                 _become(trial, spec["config"], drawn | {path: _value_at(spec, path) for path, _ in grid_vars})
                 if self._fits(trial):
                     return True
-        if part not in self._feasible:
+        if (part := self._part_of(trial)) not in self._feasible:
             self._hopeless.add(part)
         return False
 
