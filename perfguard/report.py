@@ -190,7 +190,9 @@ def tables_in(location: str) -> set[str]:
         ConfigurationError: if the database of a URL cannot be opened.
     """
     from sqlalchemy import URL, create_engine, inspect, make_url
-    from sqlalchemy.exc import ArgumentError, DatabaseError, SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+    from perfguard.log_database import reason_of
 
     try:
         url = make_url(location) if "://" in location else URL.create("sqlite", database=str(Path(location).absolute()))
@@ -201,14 +203,12 @@ def tables_in(location: str) -> set[str]:
             return set(inspect(engine).get_table_names())
         finally:
             engine.dispose()
-    except DatabaseError as error:
-        if "://" not in location and "not a database" in str(error.orig):
-            return set()
-        raise ConfigurationError(f"The database cannot be opened: {error.orig}") from error
     except ArgumentError as error:
         raise ConfigurationError(f"That is no URL of a database: {error}") from error
     except (SQLAlchemyError, ImportError) as error:
-        raise ConfigurationError(f"The database cannot be opened: {error}") from error
+        if "://" not in location and "not a database" in str(error):
+            return set()
+        raise ConfigurationError(f"The database cannot be opened: {reason_of(error)}") from error
 
 
 # --- The page -------------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from perfguard.workload import (
     why_missing,
 )
 from perfguard_optuna.attributes import PREFIX, AnyTrial, attributes_of, has_verdict, write
-from perfguard_optuna.capture import refuse_dry_trial
+from perfguard_optuna.capture import DryTrial, SelfDescribed
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ class OptunaGuard:
             ConfigurationError: for arguments that cannot be right.
         """
         own = own_trial(trial)
-        refuse_dry_trial(own)
+        if isinstance(own, DryTrial):
+            raise SelfDescribed("The objective describes its step by itself, with guard.trial.")
         if not isinstance(own, optuna.Trial | None):
             raise ConfigurationError(
                 f"guard.trial takes the trial that Optuna hands to the objective, and then the model, but got {trial!r} first."
