@@ -22,10 +22,9 @@ from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
 from perfguard.exceptions import ConfigurationError
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
-from perfguard.pace import Pace
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
-from perfguard_ray.ledger import Entry, ledger_of, number_of
+from perfguard_ray.ledger import ledger_of, number_of
 
 if TYPE_CHECKING:
     from perfguard.report import Report
@@ -130,7 +129,7 @@ def _fail(run: Run, error: BaseException) -> None:
 
 def metrics_of(run: Run) -> dict[str, Any]:
     """The report that carries what ``run`` has cost so far; what was not measured is left out."""
-    pace = Pace.of(run.step_durations_s)
+    pace = run.pace
     fields = asdict(run.so_far()) | ({} if pace is None else {"pace_mean_s": pace.mean_s, "pace_error_s": pace.error_s})
     return {f"{PREFIX}{name}": value for name, value in fields.items() if value is not None and name != "status"}
 
@@ -229,6 +228,7 @@ class PerfGuardCallback(Callback):
         if entry.end[0] != "timeout":  # Tune stops it at the result after the one that broke the budget
             entry.end = "ok", CUT_SHORT if is_cut_short else ""
         not_measured = self.ledger.why_not_measured(entry)
+        entry.is_elsewhere = bool(not_measured)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:
                 del result[f"{PREFIX}{name}"]
@@ -240,9 +240,8 @@ class PerfGuardCallback(Callback):
         fields = fields_of(running)
         del fields[f"{PREFIX}status"]
         result.update(fields)  # for the loggers that stand after this callback
-        guard = self.ledger.guard
-        if not not_measured and breaks_budget(entry, guard.budget.longest_trial_s, guard.risk):
-            entry.end = "timeout", "stopped by its pace"
+        if (reason := self.ledger.guard.breaks_time_budget(entry.decision, entry)) is not None:
+            entry.end = "timeout", reason
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
 
@@ -306,19 +305,6 @@ def summarize(search: Any) -> Summary:
     """
     ledger = ledger_of(search, who="perfguard_ray.summarize")
     return summary.summarize(ledger.records(), title=ledger.study, num_repeated=ledger.num_repeated)
-
-
-def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
-    """Whether the measured pace shows, with a chance of 1 - ``risk``, that the trial will take longer than ``time_budget_s``."""
-    if time_budget_s is None:
-        return False
-    if entry.elapsed_s > time_budget_s:
-        return True
-    if entry.pace is None or entry.decision.steps is None:
-        return False
-    steps_left = max(0, entry.decision.steps - entry.num_steps)
-    total = entry.pace.total_time(elapsed_s=entry.elapsed_s, steps_left=steps_left)
-    return total.p_exceeds(time_budget_s) >= 1 - risk
 
 
 def status_of_failure(error: Exception | None) -> Status:

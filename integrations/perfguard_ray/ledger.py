@@ -60,6 +60,8 @@ class Entry:
     earlier_steps: int = 0
     end: tuple[Status, str] = ("ok", "")
     """Status and note, if the trial ends now."""
+    is_elsewhere: bool = False
+    """Whether it has used another device than the guarded one."""
 
     @property
     def rejected(self) -> bool:
