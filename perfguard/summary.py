@@ -132,7 +132,11 @@ class Summary:
         return table
 
     def __str__(self) -> str:
-        return as_text(self.table())
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120).print(self.table())
+        return text.getvalue().rstrip()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.table()
@@ -231,12 +235,3 @@ def trial_line(record: TrialRecord, values: Sequence[float] = ()) -> str:
 def error_in_words(error: float) -> str:
     """Return a relative error, for instance "3.4%"; a large one as a factor."""
     return f"{error:.1%}" if error < 10 else f"a factor of {1 + error:.0f}: the predictor does not fit these runs"
-
-
-def as_text(table: Table, *, width: int = 120) -> str:
-    """Return ``table`` as plain text of at most ``width`` columns."""
-    from rich.console import Console
-
-    text = io.StringIO()
-    Console(file=text, width=width).print(table)
-    return text.getvalue().rstrip()

@@ -146,7 +146,6 @@ class GuardedObjective:
                 "on_oom='repair' needs build=...: a dry run shows what a trial runs, but not how to change it."
             )
         guard.calls_objective = True
-        self._captures: ObjectiveBuild | None = None
         self._lock = threading.Lock()
         self._num_failed = 0
         """Trials in a row that could not be judged at their first forward pass either."""
@@ -156,17 +155,16 @@ class GuardedObjective:
         """Prepare for the trials of ``study``, before the first of them touches the device."""
         with self._lock:
             if self._build is None:
-                self._captures = ObjectiveBuild(self._objective, self.guard.device, study.directions)
+                self._build = self.guard.build = captures = ObjectiveBuild(self._objective, self.guard.device, study.directions)
                 with suppress(CaptureError):  # each trial says so
-                    self._captures.start()
-                self._build = self.guard.build = self._captures
+                    captures.start()
             self._propose_nothing_again(study)
 
     def end(self) -> None:
         """End what :meth:`begin` has begun."""
-        if self._captures is not None:
-            self._captures.close()
-            self._build = self._captures = self.guard.build = None
+        if isinstance(self._build, ObjectiveBuild):
+            self._build.close()
+            self._build = self.guard.build = None
 
     def __call__(self, trial: optuna.Trial | None) -> float | Sequence[float]:
         """Run one trial. None: that of rank 0.
@@ -245,8 +243,8 @@ class GuardedObjective:
 
         Where the dry run shows no step, it is judged at its first forward pass; where ``build`` is given, as it suggests.
         """
-        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._captures
-        if captures is None:
+        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._build
+        if not isinstance(captures, ObjectiveBuild):
             return guarded
         try:
             captures.ask(trial)
