@@ -62,7 +62,7 @@ def write(
         return
 
 
-def has_verdict(trial: FrozenTrial) -> bool:
+def has_verdict(trial: AnyTrial) -> bool:
     """Return whether PerfGuard has written a verdict into ``trial``, or why there is none."""
     return f"{PREFIX}verdict" in trial.user_attrs
 

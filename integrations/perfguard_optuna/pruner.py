@@ -77,9 +77,10 @@ class PerfGuardPruner(HyperbandPruner):
         Called by ``trial.should_prune()``.
         """
         try:
-            launched = self.guard.begin(study, trial, self.guard.build)
+            known = self.guard.known(study, trial)
+            launched = known.begin(self.guard.build)
             if not launched:
-                self.guard.report_unjudged(study, trial, self.guard.build)
+                known.report_unjudged(self.guard.build)
         except optuna.TrialPruned:
             return True
         except (UnguardedTrialError, ConfigurationError) as error:
@@ -87,7 +88,7 @@ class PerfGuardPruner(HyperbandPruner):
                 raise
             warn_user(str(error), UnguardedTrialWarning)  # the other ranks wait for an answer, and an error would not reach them
             return True
-        if launched and self.guard.too_slow(study, trial):
+        if launched and known.too_slow():
             return True
         return self._inner is not None and self._inner.prune(study, trial)
 

@@ -117,7 +117,7 @@ class PerfGuardSampler(BaseSampler):
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Same as for the inner sampler. A trial that nobody has judged is counted, and the first is warned of."""
         self.inner.after_trial(study, trial, state, values)
-        self.guard.report_ended(study, trial, state)
+        self.guard.known(study, trial).report_ended(state)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -165,7 +165,7 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    decision = self.guard.decide(study, trial, proposal.params, make_of(proposal.workload))
+                    decision = self.guard.known(study, trial).decide(proposal.params, make_of(proposal.workload))
                     self.guard.remember(study, proposal.params, decision.verdict)
                 return proposal.drawn
             if proposal.rejection is None:

@@ -32,7 +32,7 @@ from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild, CapturedTrial
 from perfguard_optuna.attributes import PREFIX, has_verdict
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
-from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_ran_out, ran_out_of_memory
+from perfguard_optuna.guard import GuardedRun, KnownTrial, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -198,7 +198,7 @@ class GuardedObjective:
             guard.finish(study, None, ranks)
         finally:
             self._count(trial)
-        guard.report_unjudged(study, trial, guarded._build)
+        guarded.known.report_unjudged(guarded._build)
         return value
 
     def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
@@ -212,7 +212,7 @@ class GuardedObjective:
             with uninterrupted():
                 self.guard.finish(trial.study, error)
                 free_memory(error)
-                if not self.guard.try_again(trial.study, trial, build):
+                if not trial.known.try_again(build):
                     raise
         # The error is gone, and with it what its frames held.
         warn_of_held_memory(self.guard.device.memory_bytes)
@@ -230,11 +230,9 @@ class GuardedObjective:
             if isinstance(trial.kept, UnguardedTrialError):
                 raise trial.kept
         if trial.kept is not None:
-            self.guard.report_unguarded(
-                trial.study,
-                trial,
+            trial.known.report_unguarded(
                 "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
-                "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
+                "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
             )
         return value
 
@@ -256,9 +254,9 @@ class GuardedObjective:
         except CaptureError as problem:
             if not leads_ranks() and self._num_failed < 3:  # as often as dry runs are tried
                 guarded.first_forward = self._first_forward_of(guarded, captures, problem)
-                self.guard.begin_unjudged(trial.study, guarded)
+                guarded.known.begin_unjudged()
                 return guarded
-        self.guard.begin(trial.study, guarded, captures, keeps_pace=True)
+        guarded.known.begin(captures, keeps_pace=True)
         return guarded
 
     def _first_forward_of(self, trial: _GuardedTrial, captures: ObjectiveBuild, problem: CaptureError) -> FirstForward:
@@ -268,13 +266,13 @@ class GuardedObjective:
             with uninterrupted():
                 captures.note_set_up(first_forward.set_up_s)
                 self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
-                self.guard.judge_late(trial.study, trial, found, waited_s=first_forward.waited_s)
+                trial.known.judge_late(found, waited_s=first_forward.waited_s)
 
         first_forward = FirstForward(self.guard.device, judge, lambda: leave_study(trial), problem=problem)
         return first_forward
 
     def _count(self, trial: optuna.Trial) -> None:
-        decision, search = self.guard.decision_of(trial.study, trial), self.guard.search_of(trial.study)
+        decision, search = self.guard.known(trial.study, trial).decision_now, self.guard.search_of(trial.study)
         with self._lock:
             if decision is None or decision.verdict.action != "prune":
                 self.num_launched += 1
@@ -338,6 +336,11 @@ class _GuardedTrial(optuna.Trial):
         guarded._guard, guarded._build = guard, build
         return guarded
 
+    @property
+    def known(self) -> KnownTrial:
+        """What the guard knows of it."""
+        return self._guard.known(self.study, self)
+
     def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
         """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
         value = super()._suggest(name, distribution)
@@ -346,7 +349,7 @@ class _GuardedTrial(optuna.Trial):
 
     def should_prune(self) -> bool:
         self._begin()
-        if self.kept is not None or (leads_ranks() and self._guard.too_slow(self.study, self)):
+        if self.kept is not None or (leads_ranks() and self.known.too_slow()):
             return True
         return super().should_prune()
 
@@ -361,7 +364,7 @@ class _GuardedTrial(optuna.Trial):
             return
         try:
             with uninterrupted():
-                self._guard.begin(self.study, self, self._build, final=final)
+                self.known.begin(self._build, final=final)
         except (optuna.TrialPruned, UnguardedTrialError) as error:
             if not leads_ranks():
                 raise
@@ -385,7 +388,7 @@ def repair_of(trial: optuna.Trial) -> Repair:
             "`with guard.trial(trial, ...) as run`."
         )
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
-    return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
+    return guard.known(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 
 def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStudy]:
