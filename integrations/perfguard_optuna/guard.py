@@ -225,21 +225,11 @@ class OptunaGuard:
         known = self._running.pop(threading.get_ident(), None)
         if known is None or known.run is None:
             return
-        ended = _trial_of(study, known.study.study_name, known.trial.number)
+        ended = trial_of(study, known.study.study_name, known.trial.number)
         status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
         note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
         note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
         known.end(_HowEnded(status, note), at_last_step=True)
-
-    def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
-        """Report an earlier trial of this process that completed in silence: nothing of PerfGuard heard of it.
-
-        Raises:
-            UnguardedTrialError: if the guard is strict.
-        """
-        ended = _trial_of(study, study_name, number)
-        if ended is not None and ended.state == TrialState.COMPLETE:
-            self.known(study, ended).report_ended(ended.state)
 
     def search_of(self, study: optuna.Study) -> Search:
         """Return the state of the search in ``study``."""
@@ -807,8 +797,8 @@ def prune_if_ran_out(error: BaseException | None, ranks: Ranks | None = None) ->
         raise optuna.TrialPruned(f"ran out of memory: {error}" if is_oom else str(error)) from error
 
 
-def _trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
-    """The trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
+def trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
+    """Return the trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
     trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
     return next((trial for trial in trials if trial.number == number), None)
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.pruners import BasePruner, HyperbandPruner
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning, warn_user
 from perfguard.workload import Build, Workload
-from perfguard_optuna.guard import GuardedRun, OptunaGuard
+from perfguard_optuna.guard import GuardedRun, OptunaGuard, trial_of
 from perfguard_optuna.ranks import leads_ranks
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class PerfGuardPruner(HyperbandPruner):
             self._begun[thread] = this, latest
         elif before is not None:
             self._begun[thread] = this, None
-            self.guard.report_unasked(study, *before)
+            ended = trial_of(study, *before)
+            if ended is not None and ended.state == TrialState.COMPLETE:  # nothing of PerfGuard knows of it
+                self.guard.known(study, ended).report_ended(ended.state)
         return 0
 
     def _create_bracket_study(self, study: optuna.Study, bracket_id: int) -> optuna.Study:

@@ -134,24 +134,18 @@ class PerfGuardSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """A joint proposal that is predicted to fit; see the class. If the guard fails, the inner sampler's own proposal."""
-        if self._build is None:  # a plain study, whose objective nobody knows
-            return self.inner.sample_relative(study, trial, self.inner.infer_relative_search_space(study, trial))
         try:
-            return self._search(study, trial, search_space)
+            if self._build is not None:  # else it is a plain study, whose objective nobody knows
+                return self._search(study, trial, search_space)
         except UnguardedTrialError:
             raise
         except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
             if self.guard.guard.strict:
-                raise UnguardedTrialError(
-                    f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}"
-                ) from error
-            self.guard.guard.warn_once(
-                UnguardedTrialWarning,
-                f"PerfGuardSampler could not guide the search (shown once): {type(error).__name__}: {error}",
-                about="sampler",
-            )
-            inner_space = self.inner.infer_relative_search_space(study, trial)
-            return self.inner.sample_relative(study, trial, inner_space)
+                raise UnguardedTrialError(f"PerfGuardSampler could not guide the search: {cause}") from error
+            message = f"PerfGuardSampler could not guide the search (shown once): {cause}"
+            self.guard.guard.warn_once(UnguardedTrialWarning, message, about="sampler")
+        return self.inner.sample_relative(study, trial, self.inner.infer_relative_search_space(study, trial))
 
     def _search(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         """Propose until something fits, or until the bounds of the class. Return the parameters of the trial."""
