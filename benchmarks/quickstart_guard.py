@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optuna
 import torch
@@ -24,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from perfguard import Run, resolve_device
 from perfguard.quantities import parse_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, record_of, summarize
+from perfguard_optuna.guard import KnownTrial
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import quickstart
@@ -93,7 +95,7 @@ def study_of(seed: int, trials: int) -> Outcome:
     budget_s = quickstart.time_budget_s()
     pruner = PerfGuardPruner(gpu="cpu", memory_budget=quickstart.MEMORY_BUDGET, time_budget=budget_s, log=False)
     decisions: list[float] = []
-    judge = pruner.guard.judge
+    judge = KnownTrial.judge
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -102,9 +104,9 @@ def study_of(seed: int, trials: int) -> Outcome:
             decisions.append(time.perf_counter() - start)
         return decision
 
-    pruner.guard.judge = timed  # type: ignore[method-assign]
     start = time.perf_counter()
-    study.optimize(quickstart.objective, n_trials=trials, pruner=pruner, count="proposed")
+    with mock.patch.object(KnownTrial, "judge", timed):
+        study.optimize(quickstart.objective, n_trials=trials, pruner=pruner, count="proposed")
     study_s = time.perf_counter() - start
     summary = summarize(study)
     records = [record_of(trial) for trial in study.trials if trial.state.is_finished()]

@@ -187,7 +187,8 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: OptunaGuar
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         return
     if guard is not None:
-        decision = guard.decision_of(study, trial) or guard.judge(study, trial, guard.build, final=True)
+        known = guard.known(study, trial)
+        decision = known.decision_now or known.judge(guard.build, final=True)
         assert decision is not None
         if decision.verdict.action == "prune":
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)

@@ -31,12 +31,10 @@ from perfguard.exceptions import (
     warn_user,
 )
 from perfguard.learning import Assessment, FineTuneProcess, Learner
-from perfguard.pace import total_time_at_pace
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
-from perfguard.rejections import Rejections
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.steps import Steps, steps_of_finished
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
@@ -51,7 +49,8 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.log import MeasurementStore
-    from perfguard.measure import Measurement, Run
+    from perfguard.measure import Measurement
+    from perfguard.pace import Running
 
     class GuardSettings(TypedDict, total=False):
         """The keyword arguments of :class:`Guard`."""
@@ -180,11 +179,8 @@ class Guard:
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self.log = _open_log(log)
-        self.rejections = Rejections()
         self.num_launched = 0
         """Trials that were launched with a verdict."""
-        self.num_ended = 0
-        """Trials that have ended, and from which the guard may have learnt."""
         self._expected_violations = 0.0
         self._traces = TraceCache()
         self._real_steps: dict[str, OpGraph] = {}
@@ -562,7 +558,7 @@ class Guard:
             decision_id = ""
         return Decision(decision_id, verdict, steps, study)
 
-    def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
+    def breaks_time_budget(self, decision: Decision, run: Running, *, time_left_s: float | None = None) -> str | None:
         """Return why ``run`` will almost surely exceed its time or cost budget at the pace measured so far. None: it may hold it.
 
         The result is also None for a run on another device than the guarded one.
@@ -573,8 +569,8 @@ class Guard:
             return None
         limit_s = min(limits_s)
         is_over, total = run.elapsed_s > limit_s, None
-        if not is_over and decision.steps is not None:
-            total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)
+        if not is_over and decision.steps is not None and (pace := run.pace) is not None:
+            total = pace.total_time(elapsed_s=run.elapsed_s, steps_left=max(0, decision.steps - run.num_steps))
         if not is_over and (total is None or total.p_exceeds(limit_s) < 1 - self.risk):
             return None
         if run.is_elsewhere:  # asks the device, which would be most of the cost of a step's check
@@ -631,7 +627,6 @@ class Guard:
             real_step: what was recorded of the trial, see :meth:`watch`. Where its dry run has shown another step, that is said
                 once, and the real step is learnt.
         """
-        self.num_ended += 1
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
             self.warn_once(

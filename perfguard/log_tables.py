@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta, timezone
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -27,7 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
 from perfguard.measure import NOT_A_NUMBER, Measurement
-from perfguard.predictor import Estimate, Observation, Target
+from perfguard.predictor import Observation, Target
 from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, verdict_from
 
 if TYPE_CHECKING:
@@ -189,40 +189,45 @@ much more is learnt, so nearer to 1 a whole trial would count as stopped."""
 
 def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: DeviceRow | None) -> TrialRecord:
     """Return the record of a trial. A row that no PerfGuard writes is a ValueError, a KeyError or a TypeError."""
-    verdict = verdict_from(_columns_in(decision))
     device = None if device_row is None else device_from_json(device_row.data)
-    measurement = None if run is None else measurement_of(run)
-    is_of_device = measurement is not None and (device is None or measurement.is_of(device))
-    ended = measurement is not None and measurement.status in ("ok", "oom", "timeout")
-    predicted: Mapping[Any, Estimate] = {} if verdict is None else verdict.predicted
-    time, step_time = predicted.get("time"), predicted.get("step_time")
-    stopped_early = False
-    if measurement is not None and measurement.status == "ok" and time is not None and step_time is not None:
-        stopped_early = measurement.num_steps < WHOLE_TRIAL * time.median / step_time.median
-    return TrialRecord(
+    where: dict[str, Any] = {}
+    if device is not None:
+        where = {"device_id": device.id, "device_name": device.name, "capacity_bytes": device.memory_bytes}
+    decided = TrialRecord(
         number=decision.trial,
-        verdict=verdict,
-        measured=measured_by(measurement, predicted) if measurement is not None and is_of_device else {},
-        status=None if measurement is None else measurement.status,
-        not_measured=_why_not_measured(run, measurement, device) if run and measurement and ended else "",
-        note="" if measurement is None else measurement.note,
-        set_aside=(run.set_aside if run is not None else None) or "",
+        verdict=verdict_from(_columns_in(decision)),
         params=json.loads(decision.params),
         study=decision.study,
         trial_id=decision.trial_id,
         decision_id=decision.decision_id,
         created_at=as_time(decision.created_at_ns),
-        host=(run.host if run is not None else None) or decision.host,
-        device_id=None if device_row is None else device_row.device_id,
-        device_name="" if device is None else device.name,
-        capacity_bytes=None if device is None else device.memory_bytes,
+        host=decision.host,
         predictor=decision.predictor or "",
+        **where,
+    )
+    if run is None:
+        return decided
+    measurement, predicted = measurement_of(run), decided.predicted
+    time, step_time = predicted.get("time"), predicted.get("step_time")
+    stopped_early = False
+    if measurement.status == "ok" and time is not None and step_time is not None:
+        stopped_early = measurement.num_steps < WHOLE_TRIAL * time.median / step_time.median
+    return replace(
+        decided,
+        measured=measured_by(measurement, predicted) if device is None or measurement.is_of(device) else {},
+        status=measurement.status,
+        not_measured=_why_not_measured(run, measurement, device),
+        note=measurement.note,
+        set_aside=run.set_aside or "",
+        host=run.host or decision.host,
         stopped_early=stopped_early,
     )
 
 
 def _why_not_measured(run: MeasurementRow, measurement: Measurement, device: Device | None) -> str:
-    """The reason why a finished trial says nothing of the guarded device; empty: it does."""
+    """The reason why a finished trial says nothing of the guarded device. Empty: it does, or it did not come to its end."""
+    if measurement.status not in ("ok", "oom", "timeout"):
+        return ""
     if run.set_aside:
         return run.set_aside
     if device is not None and not measurement.is_of(device):

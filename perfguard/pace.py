@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from perfguard.predictor import Estimate
 
@@ -50,7 +51,21 @@ class Pace:
         return Estimate(total_s, max(steps_left * self.error_s / total_s, _LEAST_LOG_SIGMA))
 
 
-def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, steps: int) -> Estimate | None:
-    """Return the time of a trial of ``steps`` steps that has made some since its launch. None: it has made fewer than 25."""
-    pace = Pace.of(step_durations_s)
-    return None if pace is None else pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))
+class Running(Protocol):
+    """A trial that runs: a :class:`perfguard.Run`, or what a worker has reported of its own."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+
+    @property
+    def pace(self) -> Pace | None:
+        """The pace of the steps. None: too few are done."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it has used another device than the guarded one."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _UNITS = {"memory": "bytes", "host_memory": "bytes", "energy": "j", "cost": "dollars"}  # all others are times
-NUMBERS = ("predicted", "low", "high", "limit")
+_NUMBERS = ("predicted", "low", "high", "limit")
 """The numbers of a verdict for each quantity."""
 
 
@@ -41,30 +41,23 @@ def column(quantity: Quantity, number: str) -> str:
     return f"{quantity}_{number}_{_UNITS.get(quantity, 's')}"
 
 
-TEXTS = ("verdict", "source", "phase", "bound", "repair", "remark", "unjudged", "predictor")
-"""The columns of a verdict that hold text."""
+_TEXTS = ("source", "phase", "bound", "remark", "unjudged")
+"""The texts of a verdict, which have the names of its fields."""
 VERDICT_COLUMNS: Mapping[str, type] = {
-    **dict.fromkeys(TEXTS, str),
+    **dict.fromkeys(("verdict", "repair", "predictor", *_TEXTS), str),
     "accepted": float,
     # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
     "memory_widening": float,
     "step_time_widening": float,
-    **{column(quantity, number): float for quantity in QUANTITIES for number in NUMBERS},
+    **{column(quantity, number): float for quantity in QUANTITIES for number in _NUMBERS},
 }
 """Every column of a verdict, with the type of its values."""
 
 
 def columns_of(verdict: Verdict) -> dict[str, Any]:
     """Return ``verdict`` as columns, without those that are unknown or empty. Values are text and numbers."""
-    columns: dict[str, Any] = {
-        "verdict": verdict.action,
-        "source": verdict.source,
-        "phase": verdict.phase,
-        "accepted": verdict.accepted,
-        "bound": verdict.bound,
-        "remark": verdict.remark,
-        "unjudged": verdict.unjudged,
-    }
+    columns: dict[str, Any] = {"verdict": verdict.action, "accepted": verdict.accepted}
+    columns |= {name: getattr(verdict, name) for name in _TEXTS}
     if verdict.prediction is not None:
         columns["predictor"] = verdict.prediction.predictor
         names = {"memory": "memory_widening", "time": "step_time_widening"}
@@ -77,11 +70,8 @@ def columns_of(verdict: Verdict) -> dict[str, Any]:
         repair = asdict(verdict.repair)
         if verdict.as_proposed is not None:  # the columns above are the repaired trial's
             proposed = verdict.as_proposed
-            repair["as_proposed"] = {
-                "quantity": proposed.quantity,
-                **_numbers_of(proposed.quantity, proposed.estimate),
-                column(proposed.quantity, "limit"): proposed.limit,
-            }
+            numbers = _numbers_of(proposed.quantity, proposed.estimate)
+            repair["as_proposed"] = numbers | {column(proposed.quantity, "limit"): proposed.limit}
         columns["repair"] = json.dumps(repair)
     return {name: value for name, value in columns.items() if value != ""}
 
@@ -91,42 +81,36 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
     action: Action | None = columns.get("verdict")
     if action is None:
         return None
-    predicted = {quantity: estimate for quantity in QUANTITIES if (estimate := _estimate_in(columns, quantity)) is not None}
-    limits = (_limit_in(columns, quantity) for quantity in QUANTITIES)
+    predicted, limits = _numbers_in(columns)
     repair = json.loads(columns.get("repair") or "{}")
-    proposed = repair.pop("as_proposed", None)
+    _, proposed = _numbers_in(repair.pop("as_proposed", {}))
+    texts: dict[str, Any] = {name: columns.get(name) or "" for name in _TEXTS}
     return Verdict(
         action=action,
         predicted=predicted,
-        limits=tuple(limit for limit in limits if limit is not None),
+        limits=limits,
         accepted=columns.get("accepted") or 0.5,
-        bound=columns.get("bound") or "",
         repair=Repair(**repair),
-        as_proposed=None if proposed is None else _limit_in(proposed, proposed["quantity"]),
-        remark=columns.get("remark") or "",
-        unjudged=columns.get("unjudged") or "",
-        source=columns.get("source") or "",
-        phase=columns.get("phase") or "",
+        as_proposed=proposed[0] if proposed else None,
+        **texts,
     )
 
 
 def _numbers_of(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
     low, high = estimate.interval()
-    values = zip(("predicted", "low", "high"), (estimate.median, low, high), strict=True)
-    return {column(quantity, number): value for number, value in values}
+    return {column(quantity, "predicted"): estimate.median, column(quantity, "low"): low, column(quantity, "high"): high}
 
 
-def _estimate_in(columns: Mapping[str, Any], quantity: Quantity) -> Estimate | None:
-    """The estimate of ``quantity``. Its standard deviation follows from the ends of the interval."""
-    median, low, high = (columns.get(column(quantity, number)) for number in ("predicted", "low", "high"))
-    if median is None or low is None or high is None:
-        return None
-    return Estimate(median, math.log(high / low) / (2 * HALF_INTERVAL))
-
-
-def _limit_in(columns: Mapping[str, Any], quantity: Quantity) -> Limit | None:
-    limit, estimate = columns.get(column(quantity, "limit")), _estimate_in(columns, quantity)
-    return None if limit is None or estimate is None else Limit(quantity, limit, estimate)
+def _numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tuple[Limit, ...]]:
+    """What :func:`columns_of` wrote: estimates, whose standard deviations follow from the ends of intervals, and limits."""
+    predicted, limits = {}, []
+    for quantity in QUANTITIES:
+        median, low, high, limit = (columns.get(column(quantity, number)) for number in _NUMBERS)
+        if median is not None and low is not None and high is not None:
+            predicted[quantity] = Estimate(median, math.log(high / low) / (2 * HALF_INTERVAL))
+            if limit is not None:
+                limits.append(Limit(quantity, limit, predicted[quantity]))
+    return predicted, tuple(limits)
 
 
 _IS_MULTIPLE_OF: Mapping[Quantity, Quantity] = {"latency": "step_time", "epoch_time": "step_time", "cost": "time"}

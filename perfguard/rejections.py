@@ -1,4 +1,4 @@
-"""The memory of rejected configurations, and the search that has proposed them. Every tuner's plugin shares both.
+"""The search of a study, and its memory of rejected configurations. Every tuner's plugin shares both.
 
 A configuration that does not fit is judged once more after another trial has ended, because the guard may have learnt from it.
 Then it is never judged again, so a search that proposes it for ever costs nothing.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning, warn_user
 from perfguard.verdict import EVEN_CHANCE, Verdict
@@ -25,7 +25,7 @@ class Rejection:
     verdict: Verdict
     """The latest on it."""
     num_ended: int
-    """Trials that had ended by then."""
+    """Trials of the study that had ended by then."""
     num_judged: int = 1
     num_proposed: int = 1
     """Proposals of it, those that were rejected from memory among them."""
@@ -33,55 +33,9 @@ class Rejection:
     """Key of the verdict in the measurement log."""
 
 
-class Rejections:
-    """Remembers rejected configurations by a key that the plugin chooses: whatever decides what the trial runs."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Rejection] = {}
-
-    def get(self, key: Hashable) -> Rejection | None:
-        """Return what is known of ``key``. None: it was never rejected, or has been launched since."""
-        return self._known.get(key)
-
-    def recall(self, key: Hashable, *, num_ended: int, accepted: float) -> Rejection | None:
-        """Return the rejection of ``key``, if judging it again would come to the same.
-
-        After ``num_ended`` trials the guard may have learnt more. If the ``accepted`` chance has risen enough, it is void.
-        """
-        known = self._known.get(key)
-        if known is None or known.verdict.p_violation <= accepted:
-            return None
-        if known.num_judged == 1 and known.num_ended != num_ended:
-            return None  # a trial has ended since
-        known.num_proposed += 1
-        return known
-
-    def add(self, key: Hashable, verdict: Verdict, *, num_ended: int, decision_id: str = "") -> Rejection:
-        """Remember that ``key`` does not fit."""
-        before = self._known.get(key)
-        known = Rejection(verdict, num_ended, decision_id=decision_id)
-        if before is not None:
-            known.num_judged, known.num_proposed = before.num_judged + 1, before.num_proposed + 1
-        self._known[key] = known
-        return known
-
-    def forget(self, key: Hashable) -> None:
-        """Remove what is known of ``key``, which fits now."""
-        self._known.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget everything: the trials run something else now."""
-        self._known.clear()
-
-    @property
-    def any_repeated(self) -> bool:
-        """Whether a configuration was rejected more than once."""
-        return any(rejection.num_proposed > 1 for rejection in list(self._known.values()))
-
-
 @dataclass(slots=True)
 class Search:
-    """The proposals of a study since its last launch."""
+    """The proposals of a study since its last launch, and all that were ever rejected."""
 
     patience: int = 30
     """Rejections in a row after which a search that finds nothing sure launches what more likely fits than not."""
@@ -95,6 +49,43 @@ class Search:
     last: Verdict | None = None
     """Verdict on the last of them."""
     has_warned: bool = False
+    num_ended: int = 0
+    """Trials of the study that have ended, from which the guard may have learnt."""
+    rejected: dict[Any, Rejection] = field(default_factory=dict)
+    """By a key that the plugin chooses: whatever decides what the trial runs."""
+
+    def begin(self) -> None:
+        """Begin to search again, with what is remembered."""
+        self.num_launched, self.num_rejected, self.least_doubtful = 0, 0, 1.0
+        self.last, self.has_warned = None, False
+
+    def recall(self, key: Hashable, guard: Guard) -> Rejection | None:
+        """Return the rejection of ``key``, if judging it again would come to the same.
+
+        It is void if the accepted chance has risen enough, or if a trial has ended since ``key`` was judged for the first time.
+        """
+        known = self.rejected.get(key)
+        if known is None or known.verdict.p_violation <= (self.threshold(guard) or guard.threshold):
+            return None
+        if known.num_judged == 1 and known.num_ended != self.num_ended:
+            return None
+        known.num_proposed += 1
+        return known
+
+    def remember(self, key: Hashable, verdict: Verdict, *, decision_id: str = "") -> Rejection | None:
+        """Remember that ``key`` does not fit, or forget it where it does now. Return what was known of it."""
+        before = self.rejected.get(key)
+        if verdict.action != "prune":
+            return self.rejected.pop(key, None)
+        known = self.rejected[key] = Rejection(verdict, self.num_ended, decision_id=decision_id)
+        if before is not None:
+            known.num_judged, known.num_proposed = before.num_judged + 1, before.num_proposed + 1
+        return before
+
+    @property
+    def any_repeated(self) -> bool:
+        """Whether a configuration was rejected more than once."""
+        return any(rejection.num_proposed > 1 for rejection in list(self.rejected.values()))
 
     @property
     def is_over(self) -> bool:

@@ -45,8 +45,6 @@ class Report:
     """Name of the study, or of the log."""
     source: str
     """What it was read from."""
-    device: str
-    """Name of the guarded device; empty: unknown."""
     records: Sequence[TrialRecord]
     """The trials, in the order in which they were judged."""
     num_repeated: int = 0
@@ -57,7 +55,7 @@ class Report:
     @property
     def summary(self) -> Summary:
         """The counts of the trials."""
-        return summarize(self.records, title=self.title, device=self.device, num_repeated=self.num_repeated)
+        return summarize(self.records, title=self.title, num_repeated=self.num_repeated)
 
 
 # --- Where a report comes from --------------------------------------------------------------------------------------------------
@@ -149,7 +147,6 @@ def _report_of_log(log: MeasurementStore, study: str | None) -> Report:
     return Report(
         title=studies[0] if len(studies) == 1 else f"{len(studies)} studies",
         source=f"measurement log {log.location}",
-        device=", ".join(dict.fromkeys(record.device_name for record in records if record.device_name)),
         records=records,
         doubts=_doubts_in(log, records),
     )
@@ -193,7 +190,9 @@ def tables_in(location: str) -> set[str]:
         ConfigurationError: if the database of a URL cannot be opened.
     """
     from sqlalchemy import URL, create_engine, inspect, make_url
-    from sqlalchemy.exc import ArgumentError, DatabaseError, SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+    from perfguard.log_database import reason_of
 
     try:
         url = make_url(location) if "://" in location else URL.create("sqlite", database=str(Path(location).absolute()))
@@ -204,14 +203,12 @@ def tables_in(location: str) -> set[str]:
             return set(inspect(engine).get_table_names())
         finally:
             engine.dispose()
-    except DatabaseError as error:
-        if "://" not in location and "not a database" in str(error.orig):
-            return set()
-        raise ConfigurationError(f"The database cannot be opened: {error.orig}") from error
     except ArgumentError as error:
         raise ConfigurationError(f"That is no URL of a database: {error}") from error
     except (SQLAlchemyError, ImportError) as error:
-        raise ConfigurationError(f"The database cannot be opened: {error}") from error
+        if "://" not in location and "not a database" in str(error):
+            return set()
+        raise ConfigurationError(f"The database cannot be opened: {reason_of(error)}") from error
 
 
 # --- The page -------------------------------------------------------------------------------------------------------------------
@@ -244,11 +241,12 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     plots = "".join(f'<div class="plot">{to_html(picture, **look)}</div>' for picture in pictures)
     note = f"<p>The latest {len(shown):,} trials are shown; {hidden:,} earlier ones are counted above.</p>" if hidden else ""
     dots = "".join(f'tr[data-outcome="{name}"] {{ --dot: var(--{name}); }}' for name in OUTCOMES)
-    device = f"Guarded device: {report.device}. " if report.device else ""
+    summary = report.summary
+    device = f"Guarded device: {summary.device}. " if summary.device else ""
     about = f"{device}{len(report.records):,} trials, read from the {report.source}."
     body = (
         f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(about)}</p></header>"
-        f"<main><h2>What was saved</h2>{_counts(report.summary)}{plots}"
+        f"<main><h2>What was saved</h2>{_counts(summary)}{plots}"
         f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
         f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
     )

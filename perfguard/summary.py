@@ -53,7 +53,7 @@ class Summary:
 
     title: str
     device: str
-    """Name of the guarded device. Empty: unknown."""
+    """Names of the guarded devices. Empty: unknown."""
     num_launched: int
     """Trials that ran, or still run."""
     num_repaired: int
@@ -132,19 +132,22 @@ class Summary:
         return table
 
     def __str__(self) -> str:
-        return as_text(self.table())
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120).print(self.table())
+        return text.getvalue().rstrip()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.table()
 
 
-def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", device: str = "", num_repeated: int = 0) -> Summary:
+def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_repeated: int = 0) -> Summary:
     """Count trials.
 
     Args:
         records: the trials, in order.
         title: title of the table.
-        device: name of the guarded device.
         num_repeated: proposals that were rejected from memory and have no record.
     """
     launched = [record for record in records if not record.is_pruned]
@@ -158,7 +161,7 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", devic
     times = [seconds for record in launched if (seconds := record.measured.get("time", record.duration_s)) is not None]
     return Summary(
         title=title,
-        device=device,
+        device=", ".join(dict.fromkeys(record.device_name for record in records if record.device_name)),
         num_launched=len(launched),
         num_repaired=sum(record.in_words == "repaired" for record in launched),
         num_pruned=len(pruned),
@@ -232,12 +235,3 @@ def trial_line(record: TrialRecord, values: Sequence[float] = ()) -> str:
 def error_in_words(error: float) -> str:
     """Return a relative error, for instance "3.4%"; a large one as a factor."""
     return f"{error:.1%}" if error < 10 else f"a factor of {1 + error:.0f}: the predictor does not fit these runs"
-
-
-def as_text(table: Table, *, width: int = 120) -> str:
-    """Return ``table`` as plain text of at most ``width`` columns."""
-    from rich.console import Console
-
-    text = io.StringIO()
-    Console(file=text, width=width).print(table)
-    return text.getvalue().rstrip()

@@ -18,7 +18,7 @@ positive where the trial does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timezone
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ def write(
         return
 
 
-def has_verdict(trial: FrozenTrial) -> bool:
+def has_verdict(trial: AnyTrial) -> bool:
     """Return whether PerfGuard has written a verdict into ``trial``, or why there is none."""
     return f"{PREFIX}verdict" in trial.user_attrs
 
@@ -94,31 +94,3 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
 def records_of(study: optuna.Study) -> list[TrialRecord]:
     """Return what PerfGuard wrote into each finished trial of ``study``, in order."""
     return [record_of(trial) for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
-
-
-def constraints_of(study: optuna.Study, verdict: Verdict, quantities: Sequence[str]) -> dict[str, float]:
-    """Return the constraints of a trial of ``study``: the margin of each limit.
-
-    Args:
-        study: the study.
-        verdict: the verdict on the trial. The margin of a limit that it does not have is 0.
-        quantities: the limited quantities.
-    """
-    names = constraint_names(study, quantities)
-    constraints = {name: verdict.margins.get(name, 0.0) for name in names}  # type: ignore[call-overload]
-    others = [margin for quantity, margin in verdict.margins.items() if quantity not in constraints]
-    if names and max(others, default=0) > 0:  # a broken limit that has no name counts for the first
-        constraints[names[0]] = max(constraints[names[0]], *others)
-    return constraints
-
-
-def constraint_names(study: optuna.Study, quantities: Sequence[str]) -> Sequence[str]:
-    """Return the constraints that the study's completed trials have; ``quantities`` where there is no such trial yet.
-
-    Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones. So a study that was begun
-    without the guard, or with another budget, keeps those with which it was begun.
-    """
-    completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if not completed:
-        return quantities
-    return [key.removeprefix(PREFIX) for key in completed[0].constraints if key.startswith(PREFIX)]

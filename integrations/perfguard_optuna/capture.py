@@ -104,9 +104,3 @@ def leave_study(trial: optuna.Trial) -> None:
     dry, params = DryTrial(ask, trial.study.directions), trial.params
     dry._cached_frozen_trial.params.update(params)
     trial.__class__, trial.__dict__ = DryTrial, vars(dry)
-
-
-def refuse_dry_trial(trial: object) -> None:
-    """Raise SelfDescribed in the dry run of an objective that describes its step by itself."""
-    if isinstance(trial, DryTrial):
-        raise SelfDescribed("The objective describes its step by itself, with guard.trial.")

@@ -1,7 +1,7 @@
 """OptunaGuard: judges the trials of a study, measures those that run, and writes both into them.
 
-A trial's way: :meth:`OptunaGuard.begin` judges it, and launches or prunes it. There :meth:`~OptunaGuard.judge` builds the
-workload, and :meth:`~OptunaGuard.decide` asks the core. :meth:`~OptunaGuard.finish` measures the trial, and the core learns.
+A trial's way: :meth:`KnownTrial.begin` judges it, and launches or prunes it. There :meth:`~KnownTrial.judge` builds the workload,
+and :meth:`~KnownTrial.decide` asks the core. :meth:`~KnownTrial.end` measures the trial, and the core learns.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -35,7 +35,7 @@ from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.quantities import parse_seconds
 from perfguard.record import column, columns_of, measured_by, verdict_from
 from perfguard.rejections import Rejection, Search
-from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.repair import Repair
 from perfguard.time_limit import TimeLimitReached
 from perfguard.verdict import Decision, Verdict
 from perfguard.workload import (
@@ -48,17 +48,11 @@ from perfguard.workload import (
     build_watched,
     did_you_mean,
     is_missing_parameter,
+    make_of,
     why_missing,
 )
-from perfguard_optuna.attributes import (
-    AnyTrial,
-    attributes_of,
-    constraint_names,
-    constraints_of,
-    has_verdict,
-    write,
-)
-from perfguard_optuna.capture import refuse_dry_trial
+from perfguard_optuna.attributes import PREFIX, AnyTrial, attributes_of, has_verdict, write
+from perfguard_optuna.capture import DryTrial, SelfDescribed
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 
 if TYPE_CHECKING:
@@ -142,12 +136,10 @@ class OptunaGuard:
         """Whether a GuardedObjective calls the objective. Only that can end a trial from outside, or run it once more."""
         self.deadline: float | None = None
         """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
-        self._trials: dict[tuple[str, int, datetime.datetime | None], _Trial] = {}
-        self._running: dict[int, _Trial] = {}
+        self._trials: dict[tuple[str, int, datetime.datetime | None], KnownTrial] = {}
+        self._running: dict[int, KnownTrial] = {}
         """The trial that each thread runs."""
         self._searches: dict[str, Search] = {}
-        self._rejected_by: set[tuple[str, ...]] = set()
-        """The names that ``build`` read of the trials that it rejected. Each set of names makes keys of their own."""
         self._remembers: AnyBuild | None = build
         """The function whose rejections are remembered."""
 
@@ -190,7 +182,8 @@ class OptunaGuard:
             ConfigurationError: for arguments that cannot be right.
         """
         own = own_trial(trial)
-        refuse_dry_trial(own)
+        if isinstance(own, DryTrial):
+            raise SelfDescribed("The objective describes its step by itself, with guard.trial.")
         if not isinstance(own, optuna.Trial | None):
             raise ConfigurationError(
                 f"guard.trial takes the trial that Optuna hands to the objective, and then the model, but got {trial!r} first."
@@ -206,176 +199,41 @@ class OptunaGuard:
             announce_optimizer(made)
             return made
 
-        return GuardedRun(self, own, None if model is None else make_workload, Ranks.of(own, "inline"))
+        known_trial = None if own is None else self.known(own.study, own)
+        return GuardedRun(self, known_trial, None if model is None else make_workload, Ranks.of(own, "inline"))
 
-    def begin(
-        self,
-        study: optuna.Study,
-        trial: AnyTrial,
-        build: AnyBuild | None,
-        *,
-        final: bool = True,
-        make_workload: Callable[[], AnyWorkload] | None = None,
-        keeps_pace: bool = False,
-    ) -> bool:
-        """Judge ``trial`` and begin to measure it, unless that was done before. Return False if it cannot be judged yet.
+    def known(self, study: optuna.Study, trial: AnyTrial) -> KnownTrial:
+        """Return what is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name."""
+        key = study.study_name, trial.number, trial.datetime_start
+        known = self._trials.get(key) or self._trials.setdefault(key, KnownTrial(self, study, trial))
+        known.study, known.trial = study, trial  # Optuna has several objects of one trial, and this is the latest
+        return known
 
-        ``make_workload`` describes what the trial runs, in the place of ``build``. With ``keeps_pace``, a step of an optimizer
-        raises as soon as the trial will break its time budget. The others are those of :meth:`judge`.
+    def finish(self, study: optuna.Study, error: BaseException | None, ranks: Ranks | None = None) -> Measurement | None:
+        """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it.
 
-        Raises:
-            optuna.TrialPruned: if the trial does not fit.
-            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        ``ranks`` have run it too. None: this process ran it alone.
         """
-        known = self._trial(study, trial)
-        if known.run is not None or known.is_over:
-            return True
-        if not self.calls_objective and self.ends_or_repeats:
-            raise ConfigurationError(
-                "on_oom='repair' and hard_time_limit work where PerfGuard calls the objective. Make the study with "
-                "perfguard_optuna.create_study(), or write study.optimize(perfguard_optuna.guarded(objective, ...))."
-            )
-        self.end_abandoned(study)
-        decision = self.decision_of(study, trial)
-        if decision is None and make_workload is not None:
-            decision = self.decide(study, trial, WatchedParams(trial.params), make_workload, is_read=False)
-        elif decision is None:
-            decision = self.judge(study, trial, build, final=final)
-        if decision is None:
-            return False
-        if decision.verdict.action == "prune":
-            raise optuna.TrialPruned(decision.verdict.reason)
-        known.run = self._start_run((lambda optimizer: self._after_step(study, known, optimizer)) if keeps_pace else None)
-        self._running[threading.get_ident()] = known
-        return True
+        known, how = self._running.pop(threading.get_ident(), None), _how_ended(error)
+        if known is None:
+            return None if ranks is None else ranks.end(None, how.status)
+        known.study = study
+        return known.end(how, ranks=ranks)
 
-    def begin_unjudged(self, study: optuna.Study, trial: AnyTrial) -> None:
-        """Begin to measure ``trial``, which :meth:`judge_late` will judge."""
-        self.end_abandoned(study)
-        known = self._trial(study, trial)
-        known.run = self._start_run(lambda optimizer: self._after_step(study, known, optimizer))
-        self._running[threading.get_ident()] = known
+    def end_abandoned(self, study: optuna.Study) -> None:
+        """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
+        known = self._running.pop(threading.get_ident(), None)
+        if known is None or known.run is None:
+            return
+        ended = trial_of(study, known.study.study_name, known.trial.number)
+        status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
+        note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
+        note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
+        known.end(_HowEnded(status, note), at_last_step=True)
 
-    def judge_late(self, study: optuna.Study, trial: AnyTrial, found: CapturedTrial | Exception, *, waited_s: float) -> None:
-        """Judge a trial that runs already by what was ``found`` of it: what it runs, or why that is not known.
-
-        It has ``waited_s`` seconds for that, and waits for the verdict. Neither is its own time.
-
-        Raises:
-            optuna.TrialPruned: if the trial does not fit.
-            UnguardedTrialError: if it cannot be judged, and the guard is strict.
-        """
-        known, params = self._trial(study, trial), WatchedParams(trial.params)
-
-        def make_workload() -> AnyWorkload:
-            if isinstance(found, Exception):
-                raise found
-            return self.guard.with_steps(found, params)
-
-        with nullcontext() if known.run is None else known.run.left_out(after_s=waited_s):
-            decision = self.decide(study, trial, params, make_workload, is_read=False)
-        if decision.verdict.action == "prune":
-            known.run = None  # what it cost until now is not what it would have cost
-            self._running.pop(threading.get_ident(), None)
-            raise optuna.TrialPruned(decision.verdict.reason)
-
-    def decision_of(self, study: optuna.Study, trial: AnyTrial) -> Decision | None:
-        """Return the decision on ``trial``, if it was judged with the parameters that it has now."""
-        known = self._trial(study, trial)
-        params = trial.params
-        is_same = all(name in params and params[name] == value for name, value in known.params.items())
-        return known.decision if is_same else None
-
-    def judge(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None, *, final: bool) -> Decision | None:
-        """Decide on ``trial`` by its parameters, and write the verdict into it. None: it cannot be judged yet.
-
-        ``build`` is None if nobody knows what the trial runs. Unless this is the ``final`` attempt, a default for a missing
-        parameter, or an error of ``build``, delays the verdict.
-        """
-        if build is None:
-            return None
-        known, params = self._trial(study, trial), WatchedParams(trial.params)
-        rejection = self.recall(study, params.given, build)
-        if rejection is not None:
-            name, number = study.study_name, trial.number
-            decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
-            return self._keep(study, trial, decision, params.given)
-        try:
-            workload = self.guard.with_steps(build_watched(build, params), params)
-        except Exception as error:
-            if is_missing_parameter(error, params.given):
-                known.missing = {error.args[0]}
-                return None
-            is_hopeless = isinstance(error, TooLargeError) and not params.missing
-            known.error = error
-            if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
-                return None
-            return self.decide(study, trial, params, _raiser(error))
-        known.missing = params.missing
-        if params.missing and not final:
-            return None
-        self._warn_of_slips(params)
-        decision = self.decide(study, trial, params, lambda: workload)
-        if isinstance(workload, CapturedTrial) and decision.verdict.action != "prune":
-            known.real_step = self.guard.watch(workload)
-        return decision
-
-    def _warn_of_slips(self, params: WatchedParams) -> None:
-        """Warn if a name for which a default counts is nearly one that the trial has."""
-        for name in params.missing:
-            if did_you_mean(name, params.given):
-                self.guard.warn_once(
-                    UnguardedTrialWarning,
-                    f"{why_missing([name], params.given)}, so its default counts in every verdict. Correct the name in build.",
-                    about=name,
-                )
-
-    def decide(
-        self,
-        study: optuna.Study,
-        trial: AnyTrial,
-        params: WatchedParams,
-        make_workload: Callable[[], AnyWorkload],
-        *,
-        is_read: bool = True,
-    ) -> Decision:
-        """Decide on what ``params`` would run, write the verdict into ``trial``, and remember a rejection.
-
-        ``make_workload`` raises the error of ``build``, if there is one. ``is_read`` is False for a model that the objective
-        made: then the parameters do not say what runs.
-
-        Raises:
-            UnguardedTrialError: if that cannot be judged, and the guard is strict.
-        """
-        try:
-            decision = self.guard.decide(
-                make_workload,
-                study=study.study_name,
-                trial=trial.number,
-                params=params.given,
-                time_left_s=self._time_left_s(),
-                threshold=self.search_of(study).threshold(self.guard),
-            )
-        except UnguardedTrialError as error:
-            self._write_unjudged(study, trial, str(error))
-            raise
-        if is_read:
-            self.remember(study, params, decision.verdict)
-        return self._keep(study, trial, decision, params.used)
-
-    def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
-        known, verdict = self._trial(study, trial), decision.verdict
-        known.decision, known.params, known.error, known.missing = decision, used, None, ()
-        self.search_of(study).count(verdict, self.guard)
-        attributes = attributes_of(verdict, self.device) | {"decision_id": decision.id}
-        self._write(study, trial, attributes, lambda: self.constraints_of(study, verdict))
-        return decision
-
-    def search_of(self, study: optuna.Study, *, anew: bool = False) -> Search:
-        """Return the state of the search in ``study``. ``anew``: it begins again."""
-        if anew or study.study_name not in self._searches:
-            self._searches[study.study_name] = Search()
-        return self._searches[study.study_name]
+    def search_of(self, study: optuna.Study) -> Search:
+        """Return the state of the search in ``study``."""
+        return self._searches.setdefault(study.study_name, Search())
 
     def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
         """Remember that ``params`` do not fit, or forget it where they do now.
@@ -383,15 +241,8 @@ class OptunaGuard:
         A verdict that depends on a missing parameter or on the time left is not remembered, because it may be another next time.
         """
         used = params.used
-        if params.missing or self.within_timeout or not used:
-            return
-        names, rejections = tuple(sorted(used)), self.guard.rejections
-        key = _rejection_key(study, names, used)
-        if verdict.action == "prune":
-            self._rejected_by.add(names)
-            rejections.add(key, verdict, num_ended=self.guard.num_ended)
-        else:
-            rejections.forget(key)
+        if used and not params.missing and not self.within_timeout:
+            self.search_of(study).remember(_rejection_key(tuple(sorted(used)), used), verdict)
 
     def recall(
         self, study: optuna.Study, params: Mapping[str, Any], build: AnyBuild, *, drawn: Collection[str] | None = None
@@ -400,30 +251,48 @@ class OptunaGuard:
 
         ``drawn`` holds names of which the rejection must depend on one. None: any rejection counts.
         """
+        search = self.search_of(study)
         if build != self._remembers:
-            self.guard.rejections.clear()
-            self._rejected_by, self._remembers = set(), build
-        accepted = self.search_of(study).threshold(self.guard) or self.guard.threshold
-        for names in list(self._rejected_by):  # other threads add to it
+            for known in self._searches.values():
+                known.rejected.clear()
+            self._remembers = build
+        # Each set of names that `build` read of a trial makes keys of its own. Other threads add to them.
+        for names in {names for names, _ in list(search.rejected)}:
             if params.keys() >= set(names) and (drawn is None or not set(names).isdisjoint(drawn)):
-                key = _rejection_key(study, names, params)
-                found = self.guard.rejections.recall(key, num_ended=self.guard.num_ended, accepted=accepted)
+                found = search.recall(_rejection_key(names, params), self.guard)
                 if found is not None:
                     return found
         return None
 
     def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
         """Return the constraints of a trial of ``study`` with that verdict: the distance from feasibility for each limit."""
-        return constraints_of(study, verdict, self._quantities)
+        names = self._constraint_names(study)
+        constraints = {name: verdict.margins.get(name, 0.0) for name in names}  # type: ignore[call-overload]
+        others = [margin for quantity, margin in verdict.margins.items() if quantity not in constraints]
+        if names and max(others, default=0) > 0:  # a broken limit that has no name counts for the first
+            constraints[names[0]] = max(constraints[names[0]], *others)
+        return constraints
 
-    @property
-    def _quantities(self) -> tuple[str, ...]:
-        """The quantities that get a constraint each."""
+    def _constraint_names(self, study: optuna.Study) -> Sequence[str]:
+        """The constraints that the study's completed trials have; the limited quantities where there is no such trial yet.
+
+        Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones. So a study that was begun
+        without the guard, or with another budget, keeps those with which it was begun.
+        """
+        completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if completed:
+            return [key.removeprefix(PREFIX) for key in completed[0].constraints if key.startswith(PREFIX)]
         quantities = self.guard.budget.quantities
         return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
 
+    def _excess(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
+        """Return the constraint of a broken limit: positive, at least 1%, because the amount may be unknown."""
+        names = self._constraint_names(study)
+        wanted = ("time", "cost") if quantity == "time" else (quantity,)  # a budget of cost limits the time
+        return {next((name for name in wanted if name in names), names[0]): max(excess, 0.01)} if names else {}
+
     def _time_left_s(self) -> float | None:
-        """Remaining time of the study; None: it has no time limit."""
+        """Return the remaining time of the study; None: it has no time limit."""
         if not self.within_timeout:
             return None
         if self.deadline is None:
@@ -435,223 +304,6 @@ class OptunaGuard:
             )
             return None
         return max(0.0, self.deadline - time.monotonic())
-
-    def _write(
-        self,
-        study: optuna.Study,
-        trial: AnyTrial,
-        attributes: Mapping[str, Any],
-        make_constraints: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """Write into ``trial``. If the storage cannot be reached, warn once and go on. Optuna will raise its own error."""
-        try:
-            write(study, trial, attributes, make_constraints())
-        except Exception as error:
-            self.guard.warn_once(
-                UnguardedTrialWarning,
-                f"PerfGuard could not write into trial {trial.number} (shown once): {type(error).__name__}: {error}",
-            )
-
-    # Nothing runs unguarded in silence: the reason is written into the trial, and the first one is a warning.
-
-    def report_unjudged(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None) -> None:
-        """Report why ``trial`` runs without a verdict, unless it has one.
-
-        Raises:
-            UnguardedTrialError: if the guard is strict.
-        """
-        known = self._trial(study, trial)
-        if known.decision is not None or known.is_over:
-            return
-        if known.error is not None:
-            self.decide(study, trial, WatchedParams(trial.params), _raiser(known.error), is_read=False)
-        else:
-            self._unguarded(study, trial, self.why_unjudged(study, trial, build))
-
-    def report_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """Report a trial that ends in ``state`` and was never judged. The arguments are those of a sampler's ``after_trial``.
-
-        A trial that failed, pruned itself or was interrupted has its own reason to end, so there is no warning and no error.
-        """
-        known = self._trial(study, trial)
-        if known.decision is not None or known.is_over or has_verdict(trial):
-            return
-        if state != TrialState.COMPLETE:
-            how = {TrialState.FAIL: "failed", TrialState.PRUNED: "pruned itself"}.get(state, "ended")
-            self._write_unjudged(study, trial, f"it {how} before PerfGuard could judge it.")
-        elif self.build is None or known.missing or known.error is not None:
-            self.report_unjudged(study, trial, self.build)
-        else:
-            never_asked = (
-                "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner "
-                "nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work "
-                "with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
-            )
-            self._unguarded(study, trial, never_asked)
-
-    def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
-        """Report an earlier trial of this process that completed in silence: nothing of PerfGuard heard of it.
-
-        Raises:
-            UnguardedTrialError: if the guard is strict.
-        """
-        ended = _trial_of(study, study_name, number)
-        if ended is not None and ended.state == TrialState.COMPLETE:
-            self.report_ended(study, ended, ended.state)
-
-    def why_unjudged(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None) -> str:
-        """Return why ``trial`` has no verdict, and what to do."""
-        if missing := self._trial(study, trial).missing:
-            mend = "Correct the name in build, or suggest all that build needs before the first should_prune()."
-            return f"{why_missing(missing, trial.params)}. {mend}"
-        if self.build is None and build is None:
-            return (
-                "PerfGuard does not know what the trials run. Make the study with `perfguard_optuna.create_study(...)`, or "
-                "wrap the objective: `study.optimize(perfguard_optuna.guarded(objective, gpu=...))`."
-            )
-        return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
-
-    def _unguarded(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
-        self._write_unjudged(study, trial, why)
-        if self.guard.strict:
-            raise UnguardedTrialError(why)
-        self.guard.warn_once(UnguardedTrialWarning, f"A trial runs unguarded. {why}", about="unjudged")
-
-    def _write_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
-        self._trial(study, trial).is_over = True
-        verdict = Verdict(action="launch", unjudged=why)
-        self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
-
-    def report_unheeded(self, study: optuna.Study, trial: AnyTrial) -> None:
-        """Report a trial that several ranks ran against its verdict.
-
-        Raises:
-            UnguardedTrialError: if the guard is strict.
-        """
-        why = (
-            "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
-            "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
-        )
-        self._unguarded(study, trial, why)
-
-    def too_slow(self, study: optuna.Study, trial: AnyTrial) -> str | None:
-        """Return why a running trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
-        known = self._trial(study, trial)
-        if known.run is None or known.decision is None or self.guard.on_violation == "warn":
-            return None
-        reason = self.guard.breaks_time_budget(known.decision, known.run, time_left_s=self._time_left_s())
-        if reason is not None:
-            self._write(study, trial, {"stopped": reason}, lambda: self._excess(study, "time", 0.0))
-        return reason
-
-    def _after_step(self, study: optuna.Study, known: _Trial, optimizer: Any) -> None:
-        if known.real_step is not None:
-            known.real_step.after_step(optimizer)
-        self.check_pace(study, known.trial)
-
-    def check_pace(self, study: optuna.Study, trial: AnyTrial) -> None:
-        """Look at the pace of a running trial. To look at all steps after each would cost more than a step, in the end.
-
-        Of a trial that several ranks run, only ``should_prune()`` shows the pace: all ranks ask it together.
-
-        Raises:
-            optuna.TrialPruned: if the trial will break its time budget.
-        """
-        run = self._trial(study, trial).run
-        if run is None or run.num_steps % max(1, run.num_steps // 50) or leads_ranks():
-            return
-        if reason := self.too_slow(study, trial):
-            raise optuna.TrialPruned(reason)
-
-    def repair_of(self, study: optuna.Study, trial: AnyTrial) -> Repair:
-        """Return the change that makes a trial fit. An objective that calls this is trusted to apply it."""
-        self._trial(study, trial).repair_was_read = True
-        decision = self.decision_of(study, trial)
-        return AS_PROPOSED if decision is None else decision.verdict.repair
-
-    def try_again(self, study: optuna.Study, trial: optuna.Trial, build: AnyBuild) -> bool:
-        """Decide how ``trial``, which has ended out of memory, runs once more. Return False if it cannot run in another way."""
-        known, params = self._trial(study, trial), WatchedParams(trial.params)
-        if not known.repair_was_read:
-            self.guard.warn_once(
-                UnguardedTrialWarning,
-                "A trial ran out of memory before its objective called `repair_of(trial)`, so it is pruned and does not run once "
-                "more (shown once). Call it before anything is allocated, and apply what it returns.",
-                about="on_oom",
-            )
-        elif known.decision is not None:
-            make, number, given = functools.partial(build_watched, build, params), trial.number, params.given
-            decision = self.guard.decide(make, study=study.study_name, trial=number, params=given, ran_out=known.decision)
-            if decision.verdict.action == "repair":
-                known.is_over = False
-                self._keep(study, trial, decision, params.used)
-                return True
-        return False
-
-    def finish(self, study: optuna.Study, error: BaseException | None, ranks: Ranks | None = None) -> Measurement | None:
-        """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it.
-
-        ``ranks`` have run it too. None: this process ran it alone.
-        """
-        known = self._running.pop(threading.get_ident(), None)
-        if known is None:
-            return None if ranks is None else ranks.end(None, _how_ended(error).status)
-        return self._end(study, known, _how_ended(error), ranks=ranks)
-
-    def end_abandoned(self, study: optuna.Study) -> None:
-        """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
-        known = self._running.pop(threading.get_ident(), None)
-        if known is None or known.run is None:
-            return
-        ended = _trial_of(study, known.study_name, known.trial.number)
-        status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
-        note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
-        note += "" if ended is not None and ended.state == TrialState.COMPLETE else f"; {CUT_SHORT}"
-        self._end(study, known, _HowEnded(status, note), at_last_step=True)
-
-    def _end(
-        self, study: optuna.Study, known: _Trial, how: _HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None
-    ) -> Measurement | None:
-        was_cut_off = at_last_step or how.note == CUT_SHORT
-        run, decision, known.run, known.is_over = known.run, known.decision, None, True
-        real_step, known.real_step = known.real_step, None
-        if real_step is not None:
-            real_step.close()
-        assert run is not None
-        measurement = self._end_run(run, how, at_last_step=at_last_step)
-        if decision is None:  # it ended before its first forward pass
-            known.is_over = False
-            return None
-        if ranks is not None:
-            measurement = ranks.end(measurement, how.status)
-        if measurement is None:
-            return None
-        if was_cut_off and measurement.num_steps == 0:  # its memory does not show what its steps need
-            measurement = replace(measurement, peak_memory_bytes=None)
-        attributes: dict[str, Any] = {"status": measurement.status}
-        broken: dict[str, float] = {}
-        if elsewhere := self.guard.why_not_measured(measurement):
-            attributes["not_measured"] = elsewhere
-        else:
-            measured = measured_by(measurement, decision.verdict.predicted)
-            attributes |= {column(quantity, "measured"): value for quantity, value in measured.items()}
-            if measurement.status == "oom":
-                limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
-                needed = measurement.peak_memory_bytes
-                broken = self._excess(study, "memory", math.log(needed / limit) if needed and limit else 0.0)
-        if measurement.status == "timeout":
-            attributes["stopped"], broken = how.note, self._excess(study, "time", 0.0)
-        self._write(study, known.trial, attributes, lambda: broken)
-        if decision.verdict.action == "repair" and not known.repair_was_read:
-            self.guard.warn_once(
-                UnguardedTrialWarning,
-                "PerfGuard repaired a trial, but its objective did not call `repair_of(trial)`, so it ran as "
-                "proposed, and PerfGuard learns nothing from it.",
-                about="repair",
-            )
-        else:
-            self.guard.learn(decision, measurement, real_step=real_step)
-        return measurement
 
     def _start_run(self, on_step: Callable[[Any], object] | None = None) -> Run:
         run = Run(self.device, on_step=on_step)
@@ -672,29 +324,16 @@ class OptunaGuard:
         message = f"PerfGuard could not measure a trial (shown once): {type(error).__name__}: {error}"
         self.guard.warn_once(MeasurementWarning, message)
 
-    def _excess(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
-        """The constraint of a broken limit: positive, at least 1%, because the amount may be unknown."""
-        names = constraint_names(study, self._quantities)
-        wanted = ("time", "cost") if quantity == "time" else (quantity,)  # a budget of cost limits the time
-        return {next((name for name in wanted if name in names), names[0]): max(excess, 0.01)} if names else {}
-
-    def _trial(self, study: optuna.Study, trial: AnyTrial) -> _Trial:
-        """What is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name."""
-        key = study.study_name, trial.number, trial.datetime_start
-        known = self._trials.get(key)
-        if known is None:
-            known = self._trials.setdefault(key, _Trial(study.study_name, trial))
-        return known
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trials": {}, "_running": {}, "deadline": None}
 
 
 @dataclass(slots=True)
-class _Trial:
-    """What is known of one trial."""
+class KnownTrial:
+    """One trial under a guard: what is known of it, its verdict, and its measurement. Made by :meth:`OptunaGuard.known`."""
 
-    study_name: str
+    owner: OptunaGuard
+    study: optuna.Study
     trial: AnyTrial
     decision: Decision | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -711,6 +350,337 @@ class _Trial:
     real_step: RealStep | None = None
     """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
 
+    @property
+    def guard(self) -> Guard:
+        """The guard of the core."""
+        return self.owner.guard
+
+    def begin(
+        self,
+        build: AnyBuild | None,
+        *,
+        final: bool = True,
+        make_workload: Callable[[], AnyWorkload] | None = None,
+        keeps_pace: bool = False,
+    ) -> bool:
+        """Judge the trial and begin to measure it, unless that was done before. Return False if it cannot be judged yet.
+
+        ``make_workload`` describes what the trial runs, in the place of ``build``. With ``keeps_pace``, a step of an optimizer
+        raises as soon as the trial will break its time budget. The others are those of :meth:`judge`.
+
+        Raises:
+            optuna.TrialPruned: if the trial does not fit.
+            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        """
+        if self.run is not None or self.is_over:
+            return True
+        if not self.owner.calls_objective and self.owner.ends_or_repeats:
+            raise ConfigurationError(
+                "on_oom='repair' and hard_time_limit work where PerfGuard calls the objective. Make the study with "
+                "perfguard_optuna.create_study(), or write study.optimize(perfguard_optuna.guarded(objective, ...))."
+            )
+        self.owner.end_abandoned(self.study)
+        decision = self.decision_now
+        if decision is None and make_workload is not None:
+            decision = self.decide(WatchedParams(self.trial.params), make_workload)
+        elif decision is None:
+            decision = self.judge(build, final=final)
+        if decision is None:
+            return False
+        if decision.verdict.action == "prune":
+            raise optuna.TrialPruned(decision.verdict.reason)
+        self._launch(self._after_step if keeps_pace else None)
+        return True
+
+    def begin_unjudged(self) -> None:
+        """Begin to measure the trial, which :meth:`judge_late` will judge."""
+        self.owner.end_abandoned(self.study)
+        self._launch(self._after_step)
+
+    def _launch(self, on_step: Callable[[Any], object] | None) -> None:
+        self.run = self.owner._start_run(on_step)
+        self.owner._running[threading.get_ident()] = self
+
+    def judge_late(self, found: CapturedTrial | Exception, *, waited_s: float) -> None:
+        """Judge the trial, which runs already, by what was ``found`` of it: what it runs, or why that is not known.
+
+        It has ``waited_s`` seconds for that, and waits for the verdict. Neither is its own time.
+
+        Raises:
+            optuna.TrialPruned: if the trial does not fit.
+            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        """
+        params = WatchedParams(self.trial.params)
+        made = found if isinstance(found, Exception) else self.guard.with_steps(found, params)
+        with nullcontext() if self.run is None else self.run.left_out(after_s=waited_s):
+            decision = self.decide(params, make_of(made))
+        if decision.verdict.action == "prune":
+            self.run = None  # what it cost until now is not what it would have cost
+            self.owner._running.pop(threading.get_ident(), None)
+            raise optuna.TrialPruned(decision.verdict.reason)
+
+    @property
+    def decision_now(self) -> Decision | None:
+        """The decision on the trial, if it was judged with the parameters that it has now."""
+        params = self.trial.params
+        is_same = all(name in params and params[name] == value for name, value in self.params.items())
+        return self.decision if is_same else None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the trial with the parameters that it has now."""
+        decision = self.decision_now
+        return Verdict(action="launch", unjudged="it was not judged") if decision is None else decision.verdict
+
+    def judge(self, build: AnyBuild | None, *, final: bool) -> Decision | None:
+        """Decide on the trial by its parameters, and write the verdict into it. None: it cannot be judged yet.
+
+        ``build`` is None if nobody knows what the trial runs. Unless this is the ``final`` attempt, a default for a missing
+        parameter, or an error of ``build``, delays the verdict.
+        """
+        if build is None:
+            return None
+        params = WatchedParams(self.trial.params)
+        rejection = self.owner.recall(self.study, params.given, build)
+        if rejection is not None:
+            name, number = self.study.study_name, self.trial.number
+            decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
+            return self._keep(decision, params.given)
+        found: AnyWorkload | Exception
+        try:
+            found = self.guard.with_steps(build_watched(build, params), params)
+        except Exception as error:
+            if is_missing_parameter(error, params.given):
+                self.missing = {error.args[0]}
+                return None
+            is_hopeless = isinstance(error, TooLargeError) and not params.missing
+            self.error = found = error
+            if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
+                return None
+        else:
+            self.missing = params.missing
+            if params.missing and not final:
+                return None
+            self._warn_of_slips(params)
+        decision = self.decide(params, make_of(found))
+        self.owner.remember(self.study, params, decision.verdict)
+        if isinstance(found, CapturedTrial) and decision.verdict.action != "prune":
+            self.real_step = self.guard.watch(found)
+        return decision
+
+    def _warn_of_slips(self, params: WatchedParams) -> None:
+        """Warn if a name for which a default counts is nearly one that the trial has."""
+        for name in params.missing:
+            if did_you_mean(name, params.given):
+                self.guard.warn_once(
+                    UnguardedTrialWarning,
+                    f"{why_missing([name], params.given)}, so its default counts in every verdict. Correct the name in build.",
+                    about=name,
+                )
+
+    def decide(self, params: WatchedParams, make_workload: Callable[[], AnyWorkload]) -> Decision:
+        """Decide on what the trial would run, and write the verdict into it. ``params`` are those that were read for it.
+
+        ``make_workload`` raises the error of ``build``, if there is one.
+
+        Raises:
+            UnguardedTrialError: if that cannot be judged, and the guard is strict.
+        """
+        try:
+            decision = self.guard.decide(
+                make_workload,
+                study=self.study.study_name,
+                trial=self.trial.number,
+                params=params.given,
+                time_left_s=self.owner._time_left_s(),
+                threshold=self.owner.search_of(self.study).threshold(self.guard),
+            )
+        except UnguardedTrialError as error:
+            self._write_unjudged(str(error))
+            raise
+        return self._keep(decision, params.used)
+
+    def _keep(self, decision: Decision, used: Mapping[str, Any]) -> Decision:
+        verdict = decision.verdict
+        self.decision, self.params, self.error, self.missing = decision, used, None, ()
+        self.owner.search_of(self.study).count(verdict, self.guard)
+        attributes = attributes_of(verdict, self.owner.device) | {"decision_id": decision.id}
+        self._write(attributes, lambda: self.owner.constraints_of(self.study, verdict))
+        return decision
+
+    def _write(self, attributes: Mapping[str, Any], make_constraints: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Write into the trial. If the storage cannot be reached, warn once and go on. Optuna will raise its own error."""
+        try:
+            write(self.study, self.trial, attributes, make_constraints())
+        except Exception as error:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                f"PerfGuard could not write into trial {self.trial.number} (shown once): {type(error).__name__}: {error}",
+            )
+
+    # Nothing runs unguarded in silence: the reason is written into the trial, and the first one is a warning.
+
+    def report_unjudged(self, build: AnyBuild | None) -> None:
+        """Report why the trial runs without a verdict, unless it has one.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
+        if self.decision is not None or self.is_over:
+            return
+        if self.error is not None:
+            self.decide(WatchedParams(self.trial.params), make_of(self.error))
+        else:
+            self.report_unguarded(self.why_unjudged(build))
+
+    def report_ended(self, state: TrialState) -> None:
+        """Report a trial that ends in ``state`` and was never judged, as a sampler's ``after_trial`` knows it.
+
+        A trial that failed, pruned itself or was interrupted has its own reason to end, so there is no warning and no error.
+        """
+        if self.decision is not None or self.is_over or has_verdict(self.trial):
+            return
+        build = self.owner.build
+        if state != TrialState.COMPLETE:
+            how = {TrialState.FAIL: "failed", TrialState.PRUNED: "pruned itself"}.get(state, "ended")
+            self._write_unjudged(f"it {how} before PerfGuard could judge it.")
+        elif build is None or self.missing or self.error is not None:
+            self.report_unjudged(build)
+        else:
+            self.report_unguarded(
+                "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner "
+                "nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work "
+                "with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+            )
+
+    def why_unjudged(self, build: AnyBuild | None) -> str:
+        """Return why the trial has no verdict, and what to do."""
+        if self.missing:
+            mend = "Correct the name in build, or suggest all that build needs before the first should_prune()."
+            return f"{why_missing(self.missing, self.trial.params)}. {mend}"
+        if self.owner.build is None and build is None:
+            return (
+                "PerfGuard does not know what the trials run. Make the study with `perfguard_optuna.create_study(...)`, or "
+                "wrap the objective: `study.optimize(perfguard_optuna.guarded(objective, gpu=...))`."
+            )
+        return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
+
+    def report_unguarded(self, why: str) -> None:
+        """Report ``why`` the trial runs without a verdict, or against it.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
+        self._write_unjudged(why)
+        if self.guard.strict:
+            raise UnguardedTrialError(why)
+        self.guard.warn_once(UnguardedTrialWarning, f"A trial runs unguarded. {why}", about="unjudged")
+
+    def _write_unjudged(self, why: str) -> None:
+        self.is_over = True
+        verdict = Verdict(action="launch", unjudged=why)
+        self._write(attributes_of(verdict, self.owner.device), lambda: self.owner.constraints_of(self.study, verdict))
+
+    def too_slow(self) -> str | None:
+        """Return why the trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
+        if self.run is None or self.decision is None or self.guard.on_violation == "warn":
+            return None
+        reason = self.guard.breaks_time_budget(self.decision, self.run, time_left_s=self.owner._time_left_s())
+        if reason is not None:
+            self._write({"stopped": reason}, lambda: self.owner._excess(self.study, "time", 0.0))
+        return reason
+
+    def _after_step(self, optimizer: Any) -> None:
+        if self.real_step is not None:
+            self.real_step.after_step(optimizer)
+        self.check_pace()
+
+    def check_pace(self) -> None:
+        """Look at the pace of the running trial. To look at all steps after each would cost more than a step, in the end.
+
+        Of a trial that several ranks run, only ``should_prune()`` shows the pace: all ranks ask it together.
+
+        Raises:
+            optuna.TrialPruned: if the trial will break its time budget.
+        """
+        if self.run is None or self.run.num_steps % max(1, self.run.num_steps // 50) or leads_ranks():
+            return
+        if reason := self.too_slow():
+            raise optuna.TrialPruned(reason)
+
+    def read_repair(self) -> Repair:
+        """Return the change that makes the trial fit. An objective that asks for it is trusted to apply it."""
+        self.repair_was_read = True
+        return self.verdict.repair
+
+    def try_again(self, build: AnyBuild) -> bool:
+        """Decide how the trial, which has ended out of memory, runs once more. Return False if it cannot run in another way."""
+        params = WatchedParams(self.trial.params)
+        if not self.repair_was_read:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                "A trial ran out of memory before its objective called `repair_of(trial)`, so it is pruned and does not run once "
+                "more (shown once). Call it before anything is allocated, and apply what it returns.",
+                about="on_oom",
+            )
+        elif self.decision is not None:
+            decision = self.guard.decide(
+                functools.partial(build_watched, build, params),
+                study=self.study.study_name,
+                trial=self.trial.number,
+                params=params.given,
+                ran_out=self.decision,
+            )
+            if decision.verdict.action == "repair":
+                self.is_over = False
+                self._keep(decision, params.used)
+                return True
+        return False
+
+    def end(self, how: _HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None) -> Measurement | None:
+        """End the measuring of the trial, and learn from it."""
+        was_cut_off = at_last_step or how.note == CUT_SHORT
+        run, decision, self.run, self.is_over = self.run, self.decision, None, True
+        real_step, self.real_step = self.real_step, None
+        if real_step is not None:
+            real_step.close()
+        assert run is not None
+        measurement = self.owner._end_run(run, how, at_last_step=at_last_step)
+        if decision is None:  # it ended before its first forward pass
+            self.is_over = False
+            return None
+        if ranks is not None:
+            measurement = ranks.end(measurement, how.status)
+        if measurement is None:
+            return None
+        if was_cut_off and measurement.num_steps == 0:  # its memory does not show what its steps need
+            measurement = replace(measurement, peak_memory_bytes=None)
+        attributes: dict[str, Any] = {"status": measurement.status}
+        broken: dict[str, float] = {}
+        if elsewhere := self.guard.why_not_measured(measurement):
+            attributes["not_measured"] = elsewhere
+        else:
+            measured = measured_by(measurement, decision.verdict.predicted)
+            attributes |= {column(quantity, "measured"): value for quantity, value in measured.items()}
+            if measurement.status == "oom":
+                limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
+                needed = measurement.peak_memory_bytes
+                broken = self.owner._excess(self.study, "memory", math.log(needed / limit) if needed and limit else 0.0)
+        if measurement.status == "timeout":
+            attributes["stopped"], broken = how.note, self.owner._excess(self.study, "time", 0.0)
+        self._write(attributes, lambda: broken)
+        if decision.verdict.action == "repair" and not self.repair_was_read:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                "PerfGuard repaired a trial, but its objective did not call `repair_of(trial)`, so it ran as "
+                "proposed, and PerfGuard learns nothing from it.",
+                about="repair",
+            )
+        else:
+            self.owner.search_of(self.study).num_ended += 1
+            self.guard.learn(decision, measurement, real_step=real_step)
+        return measurement
+
 
 class GuardedRun:
     """A ``with`` block in which a trial runs and is measured. Made by :meth:`OptunaGuard.trial`."""
@@ -718,7 +688,7 @@ class GuardedRun:
     def __init__(
         self,
         guard: OptunaGuard,
-        trial: optuna.Trial | None,
+        trial: KnownTrial | None,
         make_workload: Callable[[], Workload] | None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -741,14 +711,14 @@ class GuardedRun:
             self._shared = verdict_from(ranks.join())
             self._run = guard._start_run()
             return self
-        study = trial.study
-        with Ranks.judging(ranks) as shared:
-            if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
-                unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
-                guard.begin(study, trial, None, make_workload=_raiser(unknown))
+        sharing: AbstractContextManager[dict[str, Any]] = ranks.judging() if ranks else nullcontext({})
+        with sharing as shared:
+            if not trial.begin(guard.build, make_workload=self._make_workload):
+                unknown = ConfigurationError(trial.why_unjudged(guard.build))
+                trial.begin(None, make_workload=make_of(unknown))
             shared.update(columns_of(self.verdict))
-        self._run = guard._trial(study, trial).run
-        guard.repair_of(study, trial)  # the block applies it
+        self._run = trial.run
+        trial.read_repair()  # the block applies it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -773,8 +743,7 @@ class GuardedRun:
         """The verdict on the trial."""
         if self._trial is None:
             return self._shared or Verdict(action="launch", unjudged="rank 0 has not judged it")
-        decision = self._guard.decision_of(self._trial.study, self._trial)
-        return Verdict(action="launch", unjudged="it was not judged") if decision is None else decision.verdict
+        return self._trial.verdict
 
     @property
     def repair(self) -> Repair:
@@ -796,7 +765,7 @@ class GuardedRun:
             return
         self._run.step()
         if self._trial is not None:
-            self._guard.check_pace(self._trial.study, self._trial)
+            self._trial.check_pace()
 
 
 class _HowEnded(NamedTuple):
@@ -828,21 +797,14 @@ def prune_if_ran_out(error: BaseException | None, ranks: Ranks | None = None) ->
         raise optuna.TrialPruned(f"ran out of memory: {error}" if is_oom else str(error)) from error
 
 
-def _trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
-    """The trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
+def trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:
+    """Return the trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
     trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
     return next((trial for trial in trials if trial.number == number), None)
 
 
-def _rejection_key(study: optuna.Study, names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+def _rejection_key(names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Key of a configuration. A category may be anything, a list among others, and 1 is not True."""
     values = (params[name] for name in names)
     written = ((type(value).__name__, value if isinstance(value, (int, float, str)) else repr(value)) for value in values)
-    return study.study_name, names, tuple(written)
-
-
-def _raiser(error: Exception) -> Callable[[], AnyWorkload]:
-    def raise_it() -> AnyWorkload:
-        raise error
-
-    return raise_it
+    return names, tuple(written)

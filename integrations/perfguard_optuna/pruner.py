@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.pruners import BasePruner, HyperbandPruner
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning, warn_user
 from perfguard.workload import Build, Workload
-from perfguard_optuna.guard import GuardedRun, OptunaGuard
+from perfguard_optuna.guard import GuardedRun, OptunaGuard, trial_of
 from perfguard_optuna.ranks import leads_ranks
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ class PerfGuardPruner(HyperbandPruner):
         Called by ``trial.should_prune()``.
         """
         try:
-            launched = self.guard.begin(study, trial, self.guard.build)
+            known = self.guard.known(study, trial)
+            launched = known.begin(self.guard.build)
             if not launched:
-                self.guard.report_unjudged(study, trial, self.guard.build)
+                known.report_unjudged(self.guard.build)
         except optuna.TrialPruned:
             return True
         except (UnguardedTrialError, ConfigurationError) as error:
@@ -87,7 +88,7 @@ class PerfGuardPruner(HyperbandPruner):
                 raise
             warn_user(str(error), UnguardedTrialWarning)  # the other ranks wait for an answer, and an error would not reach them
             return True
-        if launched and self.guard.too_slow(study, trial):
+        if launched and known.too_slow():
             return True
         return self._inner is not None and self._inner.prune(study, trial)
 
@@ -107,7 +108,9 @@ class PerfGuardPruner(HyperbandPruner):
             self._begun[thread] = this, latest
         elif before is not None:
             self._begun[thread] = this, None
-            self.guard.report_unasked(study, *before)
+            ended = trial_of(study, *before)
+            if ended is not None and ended.state == TrialState.COMPLETE:  # nothing of PerfGuard knows of it
+                self.guard.known(study, ended).report_ended(ended.state)
         return 0
 
     def _create_bracket_study(self, study: optuna.Study, bracket_id: int) -> optuna.Study:

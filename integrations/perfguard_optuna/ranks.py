@@ -83,10 +83,9 @@ class Ranks:
             )
         return cls(name)
 
-    @staticmethod
     @contextmanager
-    def judging(ranks: Ranks | None) -> Iterator[dict[str, Any]]:
-        """Share with ``ranks`` how the block of rank 0 ends. The block may add the columns of a verdict to what it gets."""
+    def judging(self) -> Iterator[dict[str, Any]]:
+        """Share with the other ranks how the block of rank 0 ends. It may add the columns of a verdict to what it gets."""
         shared: dict[str, Any] = {}
         try:
             yield shared
@@ -97,8 +96,7 @@ class Ranks:
             shared = {"error": f"{type(error).__name__}: {error}"}
             raise
         finally:
-            if ranks is not None:
-                ranks._store.set("verdict", json.dumps(shared))
+            self._store.set("verdict", json.dumps(shared))
 
     def join(self) -> dict[str, Any]:
         """Wait on another rank for what rank 0 has shared.

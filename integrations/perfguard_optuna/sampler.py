@@ -9,7 +9,6 @@ followed branch by branch.
 from __future__ import annotations
 
 import copy
-import functools
 import statistics
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -23,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.verdict import Verdict
-from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, build_watched, is_missing_parameter
+from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, build_watched, is_missing_parameter, make_of
 from perfguard_optuna.attributes import PREFIX, attributes_of, write
 from perfguard_optuna.guard import OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
@@ -118,7 +117,7 @@ class PerfGuardSampler(BaseSampler):
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Same as for the inner sampler. A trial that nobody has judged is counted, and the first is warned of."""
         self.inner.after_trial(study, trial, state, values)
-        self.guard.report_ended(study, trial, state)
+        self.guard.known(study, trial).report_ended(state)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -135,24 +134,18 @@ class PerfGuardSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """A joint proposal that is predicted to fit; see the class. If the guard fails, the inner sampler's own proposal."""
-        if self._build is None:  # a plain study, whose objective nobody knows
-            return self.inner.sample_relative(study, trial, self.inner.infer_relative_search_space(study, trial))
         try:
-            return self._search(study, trial, search_space)
+            if self._build is not None:  # else it is a plain study, whose objective nobody knows
+                return self._search(study, trial, search_space)
         except UnguardedTrialError:
             raise
         except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
             if self.guard.guard.strict:
-                raise UnguardedTrialError(
-                    f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}"
-                ) from error
-            self.guard.guard.warn_once(
-                UnguardedTrialWarning,
-                f"PerfGuardSampler could not guide the search (shown once): {type(error).__name__}: {error}",
-                about="sampler",
-            )
-            inner_space = self.inner.infer_relative_search_space(study, trial)
-            return self.inner.sample_relative(study, trial, inner_space)
+                raise UnguardedTrialError(f"PerfGuardSampler could not guide the search: {cause}") from error
+            message = f"PerfGuardSampler could not guide the search (shown once): {cause}"
+            self.guard.guard.warn_once(UnguardedTrialWarning, message, about="sampler")
+        return self.inner.sample_relative(study, trial, self.inner.infer_relative_search_space(study, trial))
 
     def _search(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         """Propose until something fits, or until the bounds of the class. Return the parameters of the trial."""
@@ -166,7 +159,8 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    self.guard.decide(study, trial, proposal.params, functools.partial(_same, proposal.workload))
+                    decision = self.guard.known(study, trial).decide(proposal.params, make_of(proposal.workload))
+                    self.guard.remember(study, proposal.params, decision.verdict)
                 return proposal.drawn
             if proposal.rejection is None:
                 self.guard.remember(study, proposal.params, verdict)
@@ -335,10 +329,6 @@ class _StudyWithRejected(optuna.Study):
                 twin.state, twin.values = TrialState.COMPLETE, stand_in
                 trials.append(twin)
         return trials
-
-
-def _same(workload: AnyWorkload) -> AnyWorkload:
-    return workload
 
 
 def _distributions(study: optuna.Study) -> dict[str, BaseDistribution]:

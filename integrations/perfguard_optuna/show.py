@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 def summarize(study: optuna.Study) -> Summary:
     """Return the summary of ``study``: counts, reasons, violations, time saved, errors. ``print`` shows it as a table."""
-    records = records_of(study)
-    return summary.summarize(records, device=next((record.device_name for record in records if record.device_name), ""))
+    return summary.summarize(records_of(study))
 
 
 def pruned_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
@@ -180,8 +179,7 @@ def read_report(source: Any, study: str | None) -> Report | None:
     if not isinstance(source, optuna.Study):
         return None
     records = [replace(record, study=source.study_name) for record in records_of(source)]
-    device = next((record.device_name for record in records if record.device_name), "")
-    return Report(title=source.study_name, source="Optuna study", device=device, records=records)
+    return Report(title=source.study_name, source="Optuna study", records=records)
 
 
 def _storage_of(location: str) -> BaseStorage | None:

@@ -32,7 +32,7 @@ from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild, CapturedTrial
 from perfguard_optuna.attributes import PREFIX, has_verdict
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
-from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_ran_out, ran_out_of_memory
+from perfguard_optuna.guard import GuardedRun, KnownTrial, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -89,7 +89,8 @@ class GuardedStudy(optuna.Study):
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
         objective = GuardedObjective(func, guard)
         ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
-        search = guard.search_of(self, anew=True)
+        search = guard.search_of(self)
+        search.begin()
         objective.begin(self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
@@ -145,7 +146,6 @@ class GuardedObjective:
                 "on_oom='repair' needs build=...: a dry run shows what a trial runs, but not how to change it."
             )
         guard.calls_objective = True
-        self._captures: ObjectiveBuild | None = None
         self._lock = threading.Lock()
         self._num_failed = 0
         """Trials in a row that could not be judged at their first forward pass either."""
@@ -155,17 +155,16 @@ class GuardedObjective:
         """Prepare for the trials of ``study``, before the first of them touches the device."""
         with self._lock:
             if self._build is None:
-                self._captures = ObjectiveBuild(self._objective, self.guard.device, study.directions)
+                self._build = self.guard.build = captures = ObjectiveBuild(self._objective, self.guard.device, study.directions)
                 with suppress(CaptureError):  # each trial says so
-                    self._captures.start()
-                self._build = self.guard.build = self._captures
+                    captures.start()
             self._propose_nothing_again(study)
 
     def end(self) -> None:
         """End what :meth:`begin` has begun."""
-        if self._captures is not None:
-            self._captures.close()
-            self._build = self._captures = self.guard.build = None
+        if isinstance(self._build, ObjectiveBuild):
+            self._build.close()
+            self._build = self.guard.build = None
 
     def __call__(self, trial: optuna.Trial | None) -> float | Sequence[float]:
         """Run one trial. None: that of rank 0.
@@ -188,7 +187,7 @@ class GuardedObjective:
             self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
         try:
-            with Ranks.judging(ranks):
+            with ranks.judging() if ranks else nullcontext():
                 guarded = self._begin(trial)
             value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded))
         except BaseException as error:
@@ -199,7 +198,7 @@ class GuardedObjective:
             guard.finish(study, None, ranks)
         finally:
             self._count(trial)
-        guard.report_unjudged(study, trial, guarded._build)
+        guarded.known.report_unjudged(guarded._build)
         return value
 
     def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
@@ -213,7 +212,7 @@ class GuardedObjective:
             with uninterrupted():
                 self.guard.finish(trial.study, error)
                 free_memory(error)
-                if not self.guard.try_again(trial.study, trial, build):
+                if not trial.known.try_again(build):
                     raise
         # The error is gone, and with it what its frames held.
         warn_of_held_memory(self.guard.device.memory_bytes)
@@ -231,7 +230,10 @@ class GuardedObjective:
             if isinstance(trial.kept, UnguardedTrialError):
                 raise trial.kept
         if trial.kept is not None:
-            self.guard.report_unheeded(trial.study, trial)
+            trial.known.report_unguarded(
+                "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
+                "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+            )
         return value
 
     def _begin(self, trial: optuna.Trial) -> _GuardedTrial:
@@ -239,8 +241,8 @@ class GuardedObjective:
 
         Where the dry run shows no step, it is judged at its first forward pass; where ``build`` is given, as it suggests.
         """
-        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._captures
-        if captures is None:
+        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._build
+        if not isinstance(captures, ObjectiveBuild):
             return guarded
         try:
             captures.ask(trial)
@@ -252,9 +254,9 @@ class GuardedObjective:
         except CaptureError as problem:
             if not leads_ranks() and self._num_failed < 3:  # as often as dry runs are tried
                 guarded.first_forward = self._first_forward_of(guarded, captures, problem)
-                self.guard.begin_unjudged(trial.study, guarded)
+                guarded.known.begin_unjudged()
                 return guarded
-        self.guard.begin(trial.study, guarded, captures, keeps_pace=True)
+        guarded.known.begin(captures, keeps_pace=True)
         return guarded
 
     def _first_forward_of(self, trial: _GuardedTrial, captures: ObjectiveBuild, problem: CaptureError) -> FirstForward:
@@ -264,13 +266,13 @@ class GuardedObjective:
             with uninterrupted():
                 captures.note_set_up(first_forward.set_up_s)
                 self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
-                self.guard.judge_late(trial.study, trial, found, waited_s=first_forward.waited_s)
+                trial.known.judge_late(found, waited_s=first_forward.waited_s)
 
         first_forward = FirstForward(self.guard.device, judge, lambda: leave_study(trial), problem=problem)
         return first_forward
 
     def _count(self, trial: optuna.Trial) -> None:
-        decision, search = self.guard.decision_of(trial.study, trial), self.guard.search_of(trial.study)
+        decision, search = self.guard.known(trial.study, trial).decision_now, self.guard.search_of(trial.study)
         with self._lock:
             if decision is None or decision.verdict.action != "prune":
                 self.num_launched += 1
@@ -285,7 +287,7 @@ class GuardedObjective:
         """Keep a GuardedStudy's sampler from proposing what was rejected before, as soon as it does so."""
         if not isinstance(study, GuardedStudy) or isinstance(study.sampler, PerfGuardSampler) or self._build is None:
             return
-        if self.guard.guard.rejections.any_repeated:
+        if self.guard.search_of(study).any_repeated:
             study.sampler = PerfGuardSampler.against_repeats(study.sampler, self.guard, self._build)
 
 
@@ -334,6 +336,11 @@ class _GuardedTrial(optuna.Trial):
         guarded._guard, guarded._build = guard, build
         return guarded
 
+    @property
+    def known(self) -> KnownTrial:
+        """What the guard knows of it."""
+        return self._guard.known(self.study, self)
+
     def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
         """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
         value = super()._suggest(name, distribution)
@@ -342,7 +349,7 @@ class _GuardedTrial(optuna.Trial):
 
     def should_prune(self) -> bool:
         self._begin()
-        if self.kept is not None or (leads_ranks() and self._guard.too_slow(self.study, self)):
+        if self.kept is not None or (leads_ranks() and self.known.too_slow()):
             return True
         return super().should_prune()
 
@@ -357,7 +364,7 @@ class _GuardedTrial(optuna.Trial):
             return
         try:
             with uninterrupted():
-                self._guard.begin(self.study, self, self._build, final=final)
+                self.known.begin(self._build, final=final)
         except (optuna.TrialPruned, UnguardedTrialError) as error:
             if not leads_ranks():
                 raise
@@ -381,7 +388,7 @@ def repair_of(trial: optuna.Trial) -> Repair:
             "`with guard.trial(trial, ...) as run`."
         )
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
-    return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
+    return guard.known(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 
 def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStudy]:

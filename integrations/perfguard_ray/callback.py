@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -22,10 +22,9 @@ from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
 from perfguard.exceptions import ConfigurationError
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
-from perfguard.pace import Pace
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
-from perfguard_ray.ledger import REPAIR_KEY, Entry, ledger_of, number_of
+from perfguard_ray.ledger import REPAIR_KEY, ledger_of, number_of
 
 if TYPE_CHECKING:
     from perfguard.report import Report
@@ -130,14 +129,9 @@ def _fail(run: Run, error: BaseException) -> None:
 
 def metrics_of(run: Run) -> dict[str, Any]:
     """The report that carries what ``run`` has cost so far; what was not measured is left out."""
-    pace = Pace.of(run.step_durations_s)
+    pace = run.pace
     fields = asdict(run.so_far()) | ({} if pace is None else {"pace_mean_s": pace.mean_s, "pace_error_s": pace.error_s})
     return {f"{PREFIX}{name}": value for name, value in fields.items() if value is not None and name != "status"}
-
-
-def _report_in(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of :func:`metrics_of` in ``result``; empty if the trial does not measure itself."""
-    return {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
 
 
 def measurement_in(error: BaseException | None) -> Measurement | None:
@@ -228,13 +222,14 @@ class PerfGuardCallback(Callback):
         entry = self.ledger.entries.get(trial.trial_id)
         if entry is None:
             return
-        report = _report_in(result)
+        report = {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
         entry.report = report or entry.report
         # A function that returns sends no such result. Of a class that says itself that it is done, this cannot be known.
         is_cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
         if entry.end[0] != "timeout":  # Tune stops it at the result after the one that broke the budget
             entry.end = "ok", CUT_SHORT if is_cut_short else ""
         not_measured = self.ledger.why_not_measured(entry)
+        entry.is_elsewhere = bool(not_measured)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:
                 del result[f"{PREFIX}{name}"]
@@ -246,9 +241,8 @@ class PerfGuardCallback(Callback):
         fields = fields_of(running)
         del fields[f"{PREFIX}status"]
         result.update(fields)  # for the loggers that stand after this callback
-        guard = self.ledger.guard
-        if not not_measured and breaks_budget(entry, guard.budget.longest_trial_s, guard.risk):
-            entry.end = "timeout", "stopped by its pace"
+        if (reason := self.ledger.guard.breaks_time_budget(entry.decision, entry)) is not None:
+            entry.end = "timeout", reason
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
 
@@ -305,13 +299,7 @@ def read_report(source: Any, study: str | None) -> Report | None:
         ledger = ledger_of(source, who="perfguard.report")
     except ConfigurationError:
         return None
-    return Report(
-        title=ledger.study,
-        source="Ray Tune run",
-        device=ledger.guard.device.name,
-        records=ledger.records(),
-        num_repeated=ledger.num_repeated,
-    )
+    return Report(title=ledger.study, source="Ray Tune run", records=ledger.records(), num_repeated=ledger.num_repeated)
 
 
 def summarize(search: Any) -> Summary:
@@ -330,21 +318,7 @@ def summarize(search: Any) -> Summary:
         ConfigurationError: for anything else.
     """
     ledger = ledger_of(search, who="perfguard_ray.summarize")
-    device = ledger.guard.device.name
-    return summary.summarize(ledger.records(), title=ledger.study, device=device, num_repeated=ledger.num_repeated)
-
-
-def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
-    """Whether the measured pace shows, with a chance of 1 - ``risk``, that the trial will take longer than ``time_budget_s``."""
-    if time_budget_s is None:
-        return False
-    if entry.elapsed_s > time_budget_s:
-        return True
-    if entry.pace is None or entry.decision.steps is None:
-        return False
-    steps_left = max(0, entry.decision.steps - entry.num_steps)
-    total = entry.pace.total_time(elapsed_s=entry.elapsed_s, steps_left=steps_left)
-    return total.p_exceeds(time_budget_s) >= 1 - risk
+    return summary.summarize(ledger.records(), title=ledger.study, num_repeated=ledger.num_repeated)
 
 
 def status_of_failure(error: Exception | None) -> Status:

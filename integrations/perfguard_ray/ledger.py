@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision
-from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload
+from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload, make_of
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -60,6 +60,8 @@ class Entry:
     earlier_steps: int = 0
     end: tuple[Status, str] = ("ok", "")
     """Status and note, if the trial ends now."""
+    is_elsewhere: bool = False
+    """Whether it has used another device than the guarded one."""
 
     @property
     def rejected(self) -> bool:
@@ -92,7 +94,7 @@ class Entry:
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
-    The guard's memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Where the
+    The memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Where the
     guard fails, it warns once; the trial runs unguarded, and is counted.
 
     Args:
@@ -115,8 +117,6 @@ class Ledger:
         change."""
         self.num_repeated = 0
         """Proposals that were rejected from memory."""
-        self.num_ended = 0
-        """Trials from which the guard may have learnt."""
         self.superseded: set[str] = set()
         """Ids of the decisions in the log that a second look has taken the place of."""
         self.verbose = 0
@@ -138,31 +138,28 @@ class Ledger:
             trial_id: Tune's id of it.
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
         """
-        make_workload = made_once(functools.partial(self.workload, config))
+        try:
+            found: AnyWorkload | Exception = self.workload(config)
+        except Exception as error:  # the verdict says so
+            found = error
         decide = functools.partial(
-            self.guard.decide, make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id
+            self.guard.decide, make_of(found), study=self.study, trial=trial, params=config, trial_id=trial_id
         )
         if runs_anyway:
             return _entry(decide(), config)
-        threshold, rejections = self.search.threshold(self.guard), self.guard.rejections
-        accepted = self.guard.threshold if threshold is None else threshold
-        key = self._key_of(config, make_workload)
-        known = rejections.recall(key, num_ended=self.num_ended, accepted=accepted)
+        search, key = self.search, self._key_of(config, found)
+        known = search.recall(key, self.guard)
         if known is not None:
             self.num_repeated += 1
-            self.search.count(known.verdict, self.guard)
+            search.count(known.verdict, self.guard)
             return Entry(Decision("", known.verdict), config)
-        decision = decide(threshold=threshold)
-        self.search.count(decision.verdict, self.guard)
-        before = rejections.get(key)
+        decision = decide(threshold=search.threshold(self.guard))
+        search.count(decision.verdict, self.guard)
+        before = search.remember(key, decision.verdict, decision_id=decision.id)
         if before is not None:
             self.superseded.add(before.decision_id)
-        if decision.verdict.action == "prune":
-            rejections.add(key, decision.verdict, num_ended=self.num_ended, decision_id=decision.id)
-            if before is None and self.verbose >= 1:
-                print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
-        else:
-            rejections.forget(key)
+        elif decision.verdict.action == "prune" and self.verbose >= 1:
+            print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
         return _entry(decision, config)
 
     def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
@@ -179,21 +176,21 @@ class Ledger:
         made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
         return self.guard.with_steps(made, flatten_dict(dict(config)))
 
-    def _key_of(self, config: Mapping[str, Any], make_workload: Callable[[], AnyWorkload]) -> Hashable:
-        """Key of a configuration in the guard's memory: everything that its verdict depends on.
+    def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
+        """Key of a configuration in the memory of the search: everything that its verdict depends on.
 
-        Two configurations with the same workload, such as two learning rates, have the same key. A workload that cannot be
-        traced, for instance because a tensor is too large, has the hash of its configuration instead.
+        Two configurations with the same workload, such as two learning rates, have the same key. A workload that cannot be built
+        or traced, for instance because a tensor is too large, has the hash of its configuration instead.
         """
+        if isinstance(found, Exception):
+            return _hash_of(config)
         try:
-            workload = make_workload()
-            traced = self.guard.trace(workload).content_hash
-            if isinstance(workload, CapturedTrial):
-                traced += "".join(phase.content_hash for phase in workload.phases.values())
+            traced = self.guard.trace(found).content_hash
         except Exception:  # the verdict says why
-            return self.study, _hash_of(config)
-        # The study is part of it, because several runs may share a guard, and each logs its own rejections.
-        return self.study, traced, workload.mode, workload.steps, workload.steps_per_epoch
+            return _hash_of(config)
+        if isinstance(found, CapturedTrial):
+            traced += "".join(phase.content_hash for phase in found.phases.values())
+        return traced, found.mode, found.steps, found.steps_per_epoch
 
     def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
         """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
@@ -261,7 +258,7 @@ class Ledger:
             if isinstance(self.build, DryRuns):
                 self.build.afford(measurement.total_time_s)
             self.guard.learn(entry.decision, measurement)
-            self.num_ended += 1
+            self.search.num_ended += 1
         except Exception as error:
             self.warn_once(
                 "learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {type(error).__name__}: {error}"
@@ -313,14 +310,10 @@ class Ledger:
 
     def get_state(self) -> dict[str, Any]:
         """State that must survive a restart of the driver. The guard goes with the Tuner, as it was at the start of the run."""
-        kept = ("guard", "build", "verbose")
-        state = {name: copy.copy(value) for name, value in self.__dict__.items() if name not in kept}
-        return state | {"rejections": self.guard.rejections}
+        return {name: copy.copy(value) for name, value in vars(self).items() if name not in ("guard", "build", "verbose")}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
-        state = dict(state)
-        self.guard.rejections = state.pop("rejections")
         self.__dict__.update(state)
 
 
@@ -406,20 +399,3 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return bool(one == other)
     except ValueError:
         return True
-
-
-def made_once(make: Callable[[], AnyWorkload]) -> Callable[[], AnyWorkload]:
-    """``make``, called once. If it fails, its error is raised each time: a dry run that hangs costs its time limit once."""
-    done: list[AnyWorkload | Exception] = []
-
-    def made() -> AnyWorkload:
-        if not done:
-            try:
-                done.append(make())
-            except Exception as error:
-                done.append(error)
-        if isinstance(done[0], Exception):
-            raise done[0]
-        return done[0]
-
-    return made

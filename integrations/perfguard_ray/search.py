@@ -125,10 +125,8 @@ class PerfGuardSearcher(_Guarded, Searcher):
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
         """Forward the call, and remember the constants of the space: suggestions lack them, but ``build`` may need them."""
         self._constants = copy.deepcopy(config)
-        done: bool = _set_search_properties_backwards_compatible(
-            self.searcher.set_search_properties, metric, mode, config, **spec
-        )
-        return done
+        set_properties = self.searcher.set_search_properties
+        return bool(_set_search_properties_backwards_compatible(set_properties, metric, mode, config, **spec))
 
     def suggest(self, trial_id: str) -> Any:
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
@@ -216,8 +214,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
         return self.searcher.add_evaluated_point(parameters, value, *arguments, **options)
 
     def set_max_concurrency(self, max_concurrent: int) -> bool:
-        handled: bool = self.searcher.set_max_concurrency(max_concurrent)
-        return handled
+        return bool(self.searcher.set_max_concurrency(max_concurrent))
 
     def save(self, checkpoint_path: str) -> None:
         self.searcher.save(checkpoint_path)
@@ -294,8 +291,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         return int(self.generator.total_samples) - self._num_left_out
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        done: bool = self.generator.set_search_properties(metric, mode, config, **spec)
-        return done
+        return bool(self.generator.set_search_properties(metric, mode, config, **spec))
 
     def add_configurations(self, experiments: Any) -> None:
         self.generator.add_configurations(experiments)
@@ -307,7 +303,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
     def next_trial(self) -> Trial | None:
         """The next point that fits; None: not now, or no more."""
         while (trial := self.generator.next_trial()) is not None:
-            if self._fits(trial) or self._redraw(trial):
+            if self._part_of(trial) not in self._hopeless and (self._fits(trial) or self._redraw(trial)):
                 return trial  # type: ignore[no-any-return]
             self.generator.on_trial_complete(trial.trial_id)
             self._num_left_out += 1
@@ -324,13 +320,10 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         return None
 
     def _fits(self, trial: Trial) -> bool:
-        part = self._part_of(trial)
-        if part in self._hopeless:
-            return False
         entry = self.ledger.judge(trial.config, trial=number_of(trial), trial_id=trial.trial_id)
         if entry.rejected:
             return False
-        self._feasible.add(part)
+        self._feasible.add(self._part_of(trial))
         self.ledger.entries[trial.trial_id] = entry
         if entry.config != trial.config:  # it is repaired
             trial.set_config(dict(entry.config))
@@ -338,9 +331,6 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
 
     def _redraw(self, trial: Trial) -> bool:
         """Other values for the random parameters of ``trial``, until it fits; False: it has none, or none fit."""
-        part = self._part_of(trial)
-        if part in self._hopeless:
-            return False
         _, random_vars, grid_vars = parse_spec_vars(self._spec)
         if random_vars:
             fixed = copy.deepcopy(self._spec)
@@ -353,7 +343,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
                 _become(trial, spec["config"], drawn | {path: _value_at(spec, path) for path, _ in grid_vars})
                 if self._fits(trial):
                     return True
-        if part not in self._feasible:
+        if (part := self._part_of(trial)) not in self._feasible:
             self._hopeless.add(part)
         return False
 
@@ -474,8 +464,7 @@ def _become(trial: Trial, config: dict[str, Any], resolved: dict[tuple[str, ...]
     """Give a trial that is not yet Tune's another configuration."""
     trial.set_config(config)
     trial.evaluated_params = {"/".join(map(str, path[1:])): value for path, value in resolved.items()}
-    number = str(trial.experiment_tag).partition("_")[0]
-    trial.set_experiment_tag(f"{number}_{format_vars(resolved)}")
+    trial.set_experiment_tag(f"{number_of(trial)}_{format_vars(resolved)}")
 
 
 def _value_at(nested: Any, path: tuple[Any, ...]) -> Any:

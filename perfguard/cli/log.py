@@ -126,8 +126,10 @@ def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
         print(json.dumps({"log": repr(store), "counts": counts, "decisions": rows}, indent=2, default=str))
         return
 
-    def text(quantity: Quantity, value: float | None) -> str:
-        return "" if value is None else format_quantity(quantity, value)
+    def cells(record: TrialRecord, quantity: Quantity) -> list[str]:
+        predicted = record.predicted.get(quantity)
+        values = None if predicted is None else predicted.median, record.measured.get(quantity)
+        return ["" if value is None else format_quantity(quantity, value) for value in values]
 
     headings = ["when (UTC)", "study", "trial", "verdict", "device", "memory predicted", "measured", "step predicted", "measured"]
     table = [
@@ -137,10 +139,8 @@ def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
             "" if record.number is None else f"{record.number}",
             "" if record.verdict is None else record.verdict.action,
             record.device_id or "",
-            text("memory", record.predicted["memory"].median if "memory" in record.predicted else None),
-            text("memory", record.measured.get("memory")),
-            text("step_time", record.predicted["step_time"].median if "step_time" in record.predicted else None),
-            text("step_time", record.measured.get("step_time")),
+            *cells(record, "memory"),
+            *cells(record, "step_time"),
             ", ".join(filter(None, [record.status, "set aside" if record.set_aside else None])),
         ]
         for record in records
@@ -184,12 +184,10 @@ def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
     keys = ("decision_id", "when", "device", "reading", "reason")
     found: list[tuple[Any, ...]] = []
-    for device_id in store.device_ids():
-        observations = store.observations(device_id)
-        for doubt in doubts_of(observations):
-            seen = doubt.observation
-            when = datetime.datetime.fromtimestamp(seen.recorded_at_ns / 1e9, tz=datetime.timezone.utc)
-            found.append((seen.decision_id, when.isoformat(), seen.device.id, doubt.target, doubt.reason))
+    for doubt in (doubt for device_id in store.device_ids() for doubt in doubts_of(store.observations(device_id))):
+        seen = doubt.observation
+        when = datetime.datetime.fromtimestamp(seen.recorded_at_ns / 1e9, tz=datetime.timezone.utc)
+        found.append((seen.decision_id, when.isoformat(), seen.device.id, doubt.target, doubt.reason))
     num_quarantined = len(found)
     for aside in store.records():
         if aside.set_aside and aside.created_at is not None:

@@ -366,11 +366,8 @@ def draw_timeline(
     import numpy as np
 
     from perfguard.graph import timeline
+    from perfguard.plots import graph_objects
 
-    try:
-        from plotly import graph_objects
-    except ImportError as error:
-        raise ConfigurationError(f"--plot needs Plotly: pip install 'perfguard[plot]' ({error}).") from error
     colors = {  # from the bottom to the top
         "context": "#5b5b5b", "parameters": "#4878a8", "buffers": "#9ab4cc", "optimizer_states": "#8a6fb0",
         "gradients": "#d98032", "inputs": "#b8b8b8", "activations": "#5a9a5a", "temporaries": "#c95f5f",
@@ -378,7 +375,7 @@ def draw_timeline(
     start_s = max(prediction.step_time.median - float(op_time_s.sum()), 0.0)
     ends_ms = 1e3 * np.concatenate([[0.0], start_s + np.concatenate([[0.0], np.cumsum(op_time_s)])])
     bands = {"context": np.full(len(graph.ops) + 1, device.context_bytes)} | timeline(graph)
-    figure = graph_objects.Figure()
+    figure = graph_objects().Figure()
     for name, color in colors.items():
         if name in bands and bands[name].any():
             gib = np.concatenate([bands[name], bands[name][-1:]]) / 2**30

@@ -19,6 +19,7 @@ from perfguard.devices import Device
 from perfguard.measure.cpu import CpuProbe
 from perfguard.measure.gpu import GpuProbe
 from perfguard.measure.measurement import Measurement, Probe, RanOn, Reading, Status
+from perfguard.pace import Pace
 
 T = TypeVar("T")
 
@@ -130,6 +131,11 @@ class Run:
     def step_durations_s(self) -> list[float]:
         """Seconds between the ends of consecutive steps, in order, waits for data included."""
         return self._timer.durations_s
+
+    @property
+    def pace(self) -> Pace | None:
+        """The pace of the steps so far. None: fewer than 25 are done."""
+        return Pace.of(self.step_durations_s)
 
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
         """End the run, now or ``at_last_step``, and return what it cost."""

@@ -71,7 +71,7 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
     of_study = read_report(str(folder / "study.db"), log=folder / "log.db")
     with MeasurementStore(folder / "log.db") as log:
         of_log = read_report(log)
-    assert of_study.device == of_log.device != ""
+    assert of_study.summary.device == of_log.summary.device != ""
     assert of_study.doubts == of_log.doubts
     assert of_study.summary.pruned_for == of_log.summary.pruned_for == {"memory": of_log.summary.num_pruned}
     assert of_study.summary.num_violations == of_log.summary.num_violations

@@ -22,7 +22,7 @@ from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWa
 from perfguard.record import TrialRecord
 from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
-from perfguard_ray.callback import breaks_budget, measurement_in, metrics_of, status_of_failure
+from perfguard_ray.callback import measurement_in, metrics_of, status_of_failure
 from perfguard_ray.ledger import Entry, Ledger
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -108,8 +108,8 @@ def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
     ],
 )
 def test_pace_needs_evidence_to_break_a_budget(given: Entry, expected: bool) -> None:
-    assert breaks_budget(given, 60.0, 0.05) is expected
-    assert not breaks_budget(given, None, 0.05)
+    assert (Guard("cpu", time_budget=60.0, log=False).breaks_time_budget(given.decision, given) is not None) is expected
+    assert Guard("cpu", log=False).breaks_time_budget(given.decision, given) is None
 
 
 def test_outside_ray_a_block_is_measured_all_the_same() -> None:
@@ -196,7 +196,8 @@ def test_a_trial_that_its_pace_has_stopped_stays_so() -> None:
     for pace_s, num_steps, total_s in ((0.05, 40, 2.0), (0.006, 200, 2.9)):
         device = {"device_name": ledger.guard.device.name, "pace_mean_s": pace_s, "pace_error_s": 1e-4}
         callback.on_trial_result(0, [], trial, report_of(num_steps, total_s, **device))
-        assert known.end == ("timeout", "stopped by its pace")
+        assert known.end[0] == "timeout"
+        assert known.end[1].startswith("at the measured pace it takes 50")
 
 
 def test_a_dry_run_that_fails_is_made_once_for_a_proposal() -> None:

@@ -46,7 +46,7 @@ def test_report_has_the_trials_of_the_run() -> None:
             ledger.finish(f"t{number}", "ok")
     report = read_report(search, log=False)
     records = report.records
-    assert (report.title, report.device) == ("tune", BARE_A100.name)
+    assert (report.title, report.summary.device) == ("tune", BARE_A100.name)
     assert [(record.in_words, record.violates) for record in records] == [
         ("launched", False),
         ("pruned", False),

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from perfguard.pace import total_time_at_pace
+from perfguard import Estimate
+from perfguard.pace import Pace
+
+
+def total_time_at_pace(step_durations_s: list[float], *, elapsed_s: float, steps: int) -> Estimate | None:
+    pace = Pace.of(step_durations_s)
+    return None if pace is None else pace.total_time(elapsed_s=elapsed_s, steps_left=steps - len(step_durations_s))
 
 
 def test_one_slow_step_proves_nothing() -> None:

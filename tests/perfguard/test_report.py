@@ -101,7 +101,7 @@ def test_odd_hyperparameters_are_shown(value: Any, tmp_path: Path) -> None:
     records = [TrialRecord(number=0, verdict=None, params={"lr": value})]
     path = tmp_path / "deep" / "report.html"
     path.parent.mkdir()
-    path.write_bytes(page_of(Report(title="odd", source="test", device="", records=records)).encode("utf-8", "replace"))
+    path.write_bytes(page_of(Report(title="odd", source="test", records=records)).encode("utf-8", "replace"))
     assert path.read_text(encoding="utf-8").count("<tr data-outcome") == 1
 
 

@@ -1430,7 +1430,8 @@ def test_counters_and_labels_that_are_changed_in_place_keep_their_values(device:
 
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
             packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            return self.norm(self.rnn(packed)[1][0][0])
+            normed: torch.Tensor = self.norm(self.rnn(packed)[1][0][0])
+            return normed
 
     def objective() -> None:
         data = TensorDataset(torch.randn(64, 5, 20), torch.arange(64) % 5 + 1, torch.arange(64) % 3)
