@@ -52,12 +52,9 @@ from perfguard_models.raw_prediction import (
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.step_time import StepTime, batches_of, least_products_s
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import CPU_PREFIX, FittedModel, trained_of
-from perfguard_models.weight_files import read_pair
+from perfguard_models.trained import CPU_PREFIX, FittedModel, read_trained
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from perfguard.devices import Device
 
 MEMORY, TIME = MemoryForest.name, StepTime.name
@@ -108,16 +105,14 @@ def load(path: str | Path | None = None) -> GuardNet:
     folder = files("perfguard_models") / "weights"
     found: dict[tuple[str, str], FittedModel] = {}
     for name in (MEMORY, CPU_PREFIX + MEMORY, TIME):
-        found |= _read(folder / f"{name}.safetensors", folder / f"{name}.json", name)
+        found |= _by_kind(read_trained(folder / f"{name}.safetensors", folder / f"{name}.json", name))
     if path is not None:
-        found |= _read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))
+        found |= _by_kind(read_trained(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path)))
     return GuardNet({kind: Weights(found[kind, MEMORY], found[kind, TIME]) for kind in ("cuda", "cpu")})
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> dict[tuple[str, str], FittedModel]:
+def _by_kind(trained: FittedModel) -> dict[tuple[str, str], FittedModel]:
     """The weights, by the kind of device and the name of the learner."""
-    data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
-    trained = trained_of(data, document, name)
     kinds = {"cpu" if device == "cpu" else "cuda" for device in trained.card["trained_devices"]}
     return {(kind, trained.learner.name): trained for kind in kinds}
 

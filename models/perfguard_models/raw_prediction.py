@@ -17,7 +17,7 @@ from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.graph_network import PathTimes
-from perfguard_models.learner import Step, predict_with_spread, share_of
+from perfguard_models.learner import Step, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting, timed_as_any
 from perfguard_models.step_time import StepTime
@@ -197,7 +197,8 @@ class Weights:
         has_workspaces = "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
         if device.kind == "cuda" and not has_workspaces:
             return None
-        predicted, spread = (float(found["memory"][0]) for found in predict_with_spread(self._memory.learner, [step]))
+        found = self._memory.learner.predict([step])
+        predicted, spread = (float(found[name][0]) for name in ("memory", "spread memory"))
         if not math.isfinite(predicted):
             return None
         calibration = self._memory.calibration

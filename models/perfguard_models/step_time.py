@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS
+from perfguard_models.features import Arrays, FeatureSet
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, LAUNCHES
+from perfguard_models.features.step import SUMS
 from perfguard_models.graph_network import NODE_COLUMNS, Clocks, Floats, GraphNetwork, Packed, PathTimes
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State, Step, sums_table
+from perfguard_models.learner import TARGETS, Example, Predicted, State, Step, sums_table
 from perfguard_models.step_forest import StepForest
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class StepTime:
     """
 
     name: ClassVar[str] = "step-time"
-    views: ClassVar[tuple[str, ...]] = ("launches", "sums")
+    views: ClassVar[tuple[FeatureSet, ...]] = (LAUNCHES, SUMS)
 
     def __init__(
         self,
@@ -85,17 +87,16 @@ class StepTime:
         self.reference: list[Step] = []
         """Some steps of the training tables, for rehearsal."""
 
-    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """The prediction on a usual machine, then with a slower host, a faster one, a slower device, a faster one.
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`. The members are machines, a usual one first.
 
-        They differ by as much as machines do, so the spread of these members is what is not known of the machine.
+        They differ by as much as machines do, so their spread is what is not known of the machine.
         """
-        unknown = np.full(len(runs), np.nan)
-        found: list[Predicted] = [{target: unknown.copy() for target in TARGETS} for _ in _MACHINES]
+        log_s = np.full((len(_MACHINES), len(runs)), np.nan)
         for indices in batches_of(runs, range(len(runs))):
-            for part, values in zip(found, self.log_step_s([runs[index] for index in indices]), strict=True):
-                part["time"][indices] = values
-        return found
+            log_s[:, indices] = self.log_step_s([runs[index] for index in indices])
+        unknown = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        return unknown | {"time": log_s[0], "spread time": log_s.std(0)}
 
     def log_step_s(self, runs: Sequence[Example]) -> Floats:
         """Log seconds of each step on a usual machine, with a slower host, a faster one, a slower device, a faster one.
@@ -132,14 +133,6 @@ class StepTime:
         """Weight of the network's log time in the prediction: a half where the trees have the other half. Shape: (len(runs),)."""
         return np.array([0.5 if self.forest is not None and trees_apply(run) else 1.0 for run in runs])
 
-    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
-        """The prediction on a usual machine."""
-        return parts[0]
-
-    def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
-        return self.combine(self.parts(runs), runs)
-
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """See :class:`perfguard_models.learner.Learner`."""
         tensors = {"scale": self.scale}
@@ -166,7 +159,7 @@ class StepTime:
             if key.startswith("reference"):
                 number, _, name = key.partition(".")
                 reference.setdefault(number, {})[name] = tensor.numpy()
-        made.reference = [Step("", False, view) for view in reference.values()]
+        made.reference = [Step(False, view) for view in reference.values()]
         return made
 
     def standardised(self, x: torch.Tensor) -> torch.Tensor:

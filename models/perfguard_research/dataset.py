@@ -32,12 +32,11 @@ from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import KIND_INDEX, OpGraph, Phase, TraceCache
 from perfguard.workload import Layout
+from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_models.learner import Arrays
 from perfguard_models.setting import Setting, arithmetic_of
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
-from perfguard_research.papers.layers import FEATURE_SETS
 from perfguard_research.tables import MeasuredRow, parser_of
 
 STEPS = ("workload", "transformer", "collected", "run")
@@ -131,13 +130,19 @@ class Dataset(NamedTuple):
 
 
 def dataset_of(
-    tables: Iterable[Path], view: str | Sequence[str], *, cache: Path, jobs: int = 2, most_operators: int = 60_000, seed: int = 0
+    tables: Iterable[Path],
+    views: Sequence[FeatureSet],
+    *,
+    cache: Path,
+    jobs: int = 2,
+    most_operators: int = 60_000,
+    seed: int = 0,
 ) -> Dataset:
-    """The runs of ``tables``, seen as ``view`` (the name of one of FEATURE_SETS, or several).
+    """The runs of ``tables``, seen as ``views``.
 
     Args:
         tables: tables of runs, of any of ALL_TABLES.
-        view: what the predictor reads.
+        views: what the predictor reads.
         cache: a folder for graphs.
         jobs: number of processes for traces and views.
         most_operators: the most rows of an operator table, drawn with ``seed``. Such tables have many similar rows.
@@ -146,7 +151,7 @@ def dataset_of(
     Raises:
         TableError: if a table cannot be read or is of no known kind.
     """
-    look = functools.partial(_look, names=(view,) if isinstance(view, str) else tuple(view), cache=cache / "graphs")
+    look = functools.partial(_look, views=views, cache=cache / "graphs")
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
         rows, rejected = _read(table, most_operators, seed)
@@ -266,7 +271,7 @@ def _trace(rows: Sequence[MeasuredRow], path: Path) -> None:
     gc.collect()
 
 
-def _look(rows: Sequence[MeasuredRow], names: tuple[str, ...], cache: Path) -> list[Run | str]:
+def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path) -> list[Run | str]:
     """The runs of a network, or the reasons why there are none."""
     found: list[Run | str] = []
     previous: tuple[OpGraph, Device, Arrays] | None = None
@@ -275,8 +280,8 @@ def _look(rows: Sequence[MeasuredRow], names: tuple[str, ...], cache: Path) -> l
             found.append(graph)
             continue
         if previous is None or previous[0] is not graph or previous[1] != row.device:
-            views = [FEATURE_SETS[name].compute(graph, row.device) for name in names]
-            previous = graph, row.device, {name: values for view in views for name, values in view.items()}
+            computed = [view.compute(graph, row.device) for view in views]
+            previous = graph, row.device, {name: values for features in computed for name, values in features.items()}
         found.append(_run(row, previous[2]))
     return found
 

@@ -90,7 +90,7 @@ def errors_of(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> 
             target,
             on_new_gpu(runs[index].group) if split == "gpu" else runs[index].group,
             runs[index].labels[target] - float(predicted[target][position]),
-            float(predicted[f"spread {target}"][position]),
+            float(predicted[f"spread {target}"][position]) if f"spread {target}" in predicted else 0.0,
             runs[index].source,
         )
         for fold, predicted in predictions
@@ -113,7 +113,7 @@ def log_sigmas_of(runs: Sequence[Run], split: str, predictions: FoldPredictions)
         sigmas = {}
         for target in CALIBRATED:
             sigmas[target] = np.full(len(fold.judge), math.nan)
-            spreads = predicted[f"spread {target}"]
+            spreads = predicted.get(f"spread {target}", np.zeros(len(fold.judge)))
             for position, index in enumerate(fold.judge):
                 group, known_gpu = runs[index].group, split != "gpu"
                 if calibration.scale_of(target, group, known_gpu=known_gpu) is not None:

@@ -25,7 +25,8 @@ import torch
 from rich.progress import track
 
 from perfguard.guard import DEFAULT_RISK
-from perfguard_models.learner import TARGETS, predict_with_spread, share_of
+from perfguard_models.features import FeatureSet
+from perfguard_models.learner import TARGETS, share_of
 from perfguard_research.dataset import Fold, Run, dataset_of, folds
 from perfguard_research.intervals import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
 from perfguard_research.learners import identity_of, learner_class
@@ -77,7 +78,7 @@ def predictions(
         jobs: processes.
         most_operators: rows of an operator table that are taken.
     """
-    by_views: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    by_views: defaultdict[tuple[FeatureSet, ...], list[str]] = defaultdict(list)
     for name in predictors:
         by_views[learner_class(name).views].append(name)
     runs, found = list[Run](), dict[tuple[str, str], FoldPredictions]()
@@ -130,9 +131,8 @@ def _fit_and_predict(name: str, settings: dict[str, Any], work: tuple[Fold, Path
     fold, place = work
     learner = learner_class(name)(**settings)
     learner.fit([_runs[index] for index in fold.learn])
-    predicted, spread = predict_with_spread(learner, [_runs[index] for index in fold.judge])
-    stored = {**predicted, **{f"spread {target}": values for target, values in spread.items()}}
-    torch.save({target: torch.from_numpy(np.asarray(values)) for target, values in stored.items()}, place.with_suffix(".part"))
+    predicted = learner.predict([_runs[index] for index in fold.judge])
+    torch.save({target: torch.from_numpy(np.asarray(values)) for target, values in predicted.items()}, place.with_suffix(".part"))
     place.with_suffix(".part").replace(place)
 
 

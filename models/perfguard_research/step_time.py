@@ -199,7 +199,7 @@ def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
         by_group.setdefault(run.group, []).append(run)
     found: list[Step] = []
     while len(found) < min(_REFERENCE, len(small)):
-        found += [Step(own[0].gpu, False, own.pop(0).view) for own in by_group.values() if own]
+        found += [Step(False, own.pop(0).view) for own in by_group.values() if own]
     return found[:_REFERENCE]
 
 

@@ -23,7 +23,6 @@ from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import calibrated, errors_of
 from perfguard_research.leaderboard import entries, fit_scores, predictions_of, rounded
 from perfguard_research.learners import OnEpoch, learner_class
-from perfguard_research.papers.layers import FEATURE_SETS
 
 _FEWEST_RUNS = 20
 _ON_NEW_GPUS = 4.0
@@ -98,7 +97,7 @@ def train_and_write(
     if "gpu" not in splits:
         scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
         calibration = calibration._replace(scale={**scale, **calibration.scale})
-    write_trained(out / stem, name, learner, card, calibration, feature_sets=FEATURE_SETS)
+    write_trained(out / stem, name, learner, card, calibration)
     size = (out / stem).with_suffix(".safetensors").stat().st_size
     return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 

@@ -3,3 +3,30 @@
 step            one row for a step. Trees read it.
 launches        the operators of a step in launch order, and the tensors between them. The graph network reads them.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy.typing as npt
+
+from perfguard.graph import OpGraph
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+Arrays = dict[str, npt.NDArray[Any]]
+"""Features of one step on one device, by name."""
+
+
+class FeatureSet(NamedTuple):
+    """Features of steps that a learner may read."""
+
+    columns: object
+    """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
+    compute: Callable[[OpGraph, Device], Arrays]
+    """Computes the features of a graph on a device. A function of a module, so that processes can exchange it."""
+
+
+__all__ = ["Arrays", "FeatureSet"]

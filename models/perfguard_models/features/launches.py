@@ -7,13 +7,13 @@ Shapes: N operators, d different operators.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
-from perfguard_models.features import operators
+from perfguard_models.features import Arrays, FeatureSet, operators
 from perfguard_models.features.convolutions import HALF_DTYPES
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _TIMED: dict[str, tuple[bool, bool]] = {"operator": (True, False), "kernel": (Fa
 """Options of graphs that are no steps, with what their clock holds: the host's launches, and the start of the step."""
 
 
-def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+def launches(graph: OpGraph, device: Device) -> Arrays:
     """Return the launches of ``graph`` on ``device``.
 
     Returns:
@@ -120,7 +120,7 @@ def _name_of(op: Op) -> int:
     return _NAME_INDEX.get(_SAME_KERNEL.get(op.name, op.name), len(NAMES) + KIND_INDEX[op.kind])
 
 
-def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> Arrays:
     """``tensor_ends``, ``tensor_x`` and ``tensor_count`` of ``graph``, whose operators have the rows ``order`` (N,)."""
     source, sink = graph.edges
     _, read, written = graph.costs.astype(np.float64)
@@ -173,4 +173,4 @@ def device_features(device: Device) -> npt.NDArray[np.float32]:
     return np.log(np.array(values, dtype=np.float32))
 
 
-__all__ = ["COLUMNS", "DEVICE_COLUMNS", "EDGE_COLUMNS", "HOST_KINDS", "NAMES", "NUM_NAMES", "device_features", "launches"]
+LAUNCHES = FeatureSet((COLUMNS, NAMES, DEVICE_COLUMNS, EDGE_COLUMNS), launches)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, roofline_s
+from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions
 
 if TYPE_CHECKING:
@@ -83,6 +84,14 @@ def step_features(graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
         **_setting(graph, device, parts),
     }
     return np.array([columns[name] for name in STEP_FEATURES], dtype=np.float32)
+
+
+def sums(graph: OpGraph, device: Device) -> Arrays:
+    """Return :func:`step_features` by the name "sums"."""
+    return {"sums": step_features(graph, device)}
+
+
+SUMS = FeatureSet(STEP_FEATURES, sums)
 
 
 class _Parts:

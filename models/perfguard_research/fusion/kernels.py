@@ -33,16 +33,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from torch import nn
 from torch_geometric.nn import GATConv, GraphSizeNorm
 from torch_geometric.utils import scatter
 
-from perfguard.exceptions import PerfGuardError, PredictorError
+from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, roofline_s
 from perfguard_models.features.operators import COLUMNS, NAMES, operator_columns
-from perfguard_models.weight_files import check_hash, read_pair, write_pair
+from perfguard_models.weight_files import fitting, read_pair, write_pair
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
 from perfguard_research.tables import parser_of
@@ -274,19 +272,13 @@ def read_kernel_model(tensors: Traversable, card: Traversable) -> KernelModel:
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    mend = "train them with `python -m perfguard_research.fusion.kernels TABLE --out DIR`"
-    data, document = read_pair(tensors, card, "The weights of kernels", mend)
-    if document.get("format") != FORMAT or document.get("columns") != [*_COLUMNS]:
-        raise PredictorError("The weights of kernels were made for another version of PerfGuard. Train them again.")
-    check_hash(data, document, "kernels")
-    try:
-        tensors_read = load_tensors(data)
-        scale = tensors_read.pop("scale")
+    mend = "python -m perfguard_research.fusion.kernels TABLE --out DIR"
+    state, document = read_pair(tensors, card, "kernels", mend=mend, made_for={"format": FORMAT, "columns": [*_COLUMNS]})
+    with fitting("The weights 'kernels'"):
+        scale = state.pop("scale")
         network = KernelHeads(len(document["families"]), document["hidden"])
-        network.load_state_dict(tensors_read)
-    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise PredictorError(f"The weights of kernels do not fit the network: {type(error).__name__}: {error}") from error
-    return KernelModel(network, document["families"], scale)
+        network.load_state_dict(state)
+        return KernelModel(network, document["families"], scale)
 
 
 def shipped() -> KernelModel:

@@ -21,16 +21,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphSizeNorm
 
-from perfguard.exceptions import PredictorError
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, StorageKind
 from perfguard_models.fused_graph import kernels_of
-from perfguard_models.weight_files import check_hash, read_pair
+from perfguard_models.weight_files import fitting, read_pair
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -149,18 +146,13 @@ def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    data, document = read_pair(
-        tensors, card, "The weights of fusion", "train them with `python -m perfguard_research.fusion.train`"
-    )
-    if document.get("format") != FORMAT or document.get("sizes") != list(SIZES) or document.get("kinds") != list(OP_KINDS):
-        raise PredictorError("The weights of fusion were made for another version of PerfGuard. Train them again.")
-    check_hash(data, document, "fusion")
-    try:
+    mend = "python -m perfguard_research.fusion.train LABELS --out DIR"
+    made_for = {"format": FORMAT, "sizes": list(SIZES), "kinds": list(OP_KINDS)}
+    state, document = read_pair(tensors, card, "fusion", mend=mend, made_for=made_for)
+    with fitting("The weights 'fusion'"):
         network = EdgeClassifier(len(document["names"]) + 1, len(document["compilers"]), document["hidden"])
-        network.load_state_dict(load_tensors(data))
-    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise PredictorError(f"The weights of fusion do not fit the network: {type(error).__name__}: {error}") from error
-    return FusionModel(network, document["names"], document["compilers"])
+        network.load_state_dict(state)
+        return FusionModel(network, document["names"], document["compilers"])
 
 
 @functools.cache

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 
 from perfguard.graph import OP_KINDS
+from perfguard_models.features import FeatureSet
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
-from perfguard_research.papers.layers import GLOBAL_COLUMNS, trains
+from perfguard_research.papers.layers import GLOBAL_COLUMNS, LAYERS, trains
 
 _NUMBER = len(OP_KINDS)
 _PARTS = 3
@@ -43,7 +44,7 @@ class DNNAbacus:
     """The stacked ensemble, one for each quantity. Training steps only, as in the paper."""
 
     name: ClassVar[str] = "dnnabacus"
-    views: ClassVar[tuple[str, ...]] = ("layers",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (LAYERS,)
     tables: ClassVar[tuple[str, ...]] = STEPS
     mode: ClassVar[str] = "train"
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch_geometric.utils import scatter
 
 from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_KINDS, GraphLearner, Graphs
-from perfguard_research.papers.layers import GLOBAL_COLUMNS, STEP_COLUMNS
+from perfguard_research.papers.layers import GLOBAL_COLUMNS, STEP_COLUMNS, WHOLE_STEP
 
 _ROUNDS = 3
 _SLOPE = 0.01
@@ -39,7 +39,7 @@ class DNNPerf(GraphLearner):
     """DNNPerf's features and network; min-max scaling, sum readout, MSE."""
 
     name = "dnnperf"
-    views = ("step",)
+    views = (WHOLE_STEP,)
     mode = "train"
     scaling = "minmax"
 

@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State
+from perfguard_models.features import Arrays, FeatureSet
+from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
 from perfguard_research.learners import OnEpoch, labels_of, shuffled
-from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, trains
+from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,7 +49,7 @@ class Graphs(NamedTuple):
     edge_index: torch.Tensor  # shape: (2, m)
     edges: torch.Tensor  # shape: (m, columns)
     globals: torch.Tensor  # shape: (B, columns)
-    kernel: torch.Tensor  # shape: (n,), which kernel; each operator is one where the learner does not read "kernels"
+    kernel: torch.Tensor  # shape: (n,), which kernel; each operator is one where the learner does not read KERNELS
     graph: torch.Tensor  # shape: (n,), which graph
 
     def kinds(self, number: int = NUM_KINDS) -> torch.Tensor:
@@ -79,7 +80,7 @@ class GraphLearner(ABC):
     """
 
     name: ClassVar[str]
-    views: ClassVar[tuple[str, ...]] = ("layers",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (LAYERS,)
     tables: ClassVar[tuple[str, ...]] = STEPS
     targets: ClassVar[tuple[str, ...]] = ("memory", "time")
     mode: ClassVar[str] = ""
@@ -213,7 +214,7 @@ class GraphLearner(ABC):
         return Graphs(
             kind=kind,
             edge_index=torch.from_numpy(view["edge_index"]),
-            kernel=torch.from_numpy(view["kernel"]) if "kernels" in self.views else torch.arange(len(kind)),
+            kernel=torch.from_numpy(view["kernel"]) if KERNELS in self.views else torch.arange(len(kind)),
             graph=torch.zeros(len(kind), dtype=torch.long),
             **scaled,
         )

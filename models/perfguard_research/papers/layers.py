@@ -1,8 +1,8 @@
 """The papers' view of a network: its operators, the tensors between them, and a few global features, in plain units.
 
-Four of the papers learn all costs from the operators of the forward pass ("layers"). DNNPerf also has those of the backward pass
-and of the optimizer as nodes, with the sizes of temporaries and gradients ("step"). LILOU also reads which operators run as one
-kernel ("kernels"). Each predictor scales the features in its own way.
+Four of the papers learn all costs from the operators of the forward pass (LAYERS). DNNPerf also has those of the backward pass
+and of the optimizer as nodes, with the sizes of temporaries and gradients (WHOLE_STEP). LILOU also reads which operators run as
+one kernel (KERNELS). Each predictor scales the features in its own way.
 
 The trace has no hyperparameters of pools. Their stride is the ratio of the heights of input and output, and the kernel is taken
 to be as large as the stride, without padding: 2 for a 3 x 3 pool with stride 2.
@@ -11,16 +11,14 @@ to be as large as the stride, without padding: 2 for a 3 x 3 pool with stride 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
-from perfguard_models import trained
-from perfguard_models.learner import Arrays
-from perfguard_models.trained import FeatureSet
+from perfguard_models.features import Arrays, FeatureSet
 from perfguard_research.fusion.network import shipped
 
 if TYPE_CHECKING:
@@ -86,15 +84,17 @@ def trains(features: Arrays) -> bool:
     return bool(features["globals"][GLOBAL_COLUMNS.index("train")])
 
 
-FEATURE_SETS: Mapping[str, FeatureSet] = {
-    **trained.FEATURE_SETS,
-    "layers": FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device)._asdict()),
-    "step": FeatureSet(
-        (STEP_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device, whole=True)._asdict()
-    ),
-    "kernels": FeatureSet("kernel", kernels),
-}
-"""GuardNet's feature sets, and the network as the papers see it."""
+def _forward(graph: OpGraph, device: Device) -> Arrays:
+    return layers_of(graph, device)._asdict()
+
+
+def _whole_step(graph: OpGraph, device: Device) -> Arrays:
+    return layers_of(graph, device, whole=True)._asdict()
+
+
+LAYERS = FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), _forward)
+WHOLE_STEP = FeatureSet((STEP_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), _whole_step)
+KERNELS = FeatureSet("kernel", kernels)
 
 
 def _bytes_of(graph: OpGraph, storages: Iterable[int], kind: StorageKind) -> int:

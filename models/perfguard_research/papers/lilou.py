@@ -1,7 +1,7 @@
 """LILOU: which operators a compiler fuses, the latency of each fused sub-graph, and their sum.
 
 "LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving", figure 4. The graph partitioner
-(section 3.2.1, algorithm 1) is `perfguard_research.fusion`: its kernels come as the features "kernels". The sub-graph runtime
+(section 3.2.1, algorithm 1) is `perfguard_research.fusion`: its kernels come as the features KERNELS. The sub-graph runtime
 analyzer (section 3.2.2) is here: three blocks of GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, a mean over its
 operators, a latency, and the sum of the latencies. Table 1 has the features of a layer: type, input, output and parameter sizes,
 FLOPs. Table 2 has those of the device.
@@ -26,7 +26,7 @@ from torch_geometric.utils import scatter
 
 from perfguard_research.fusion.kernels import KernelBlocks
 from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, Graphs
-from perfguard_research.papers.layers import NODE_COLUMNS
+from perfguard_research.papers.layers import KERNELS, LAYERS, NODE_COLUMNS
 
 _OF_LAYER = [NODE_COLUMNS.index(name) for name in ("input_bytes", "output_bytes", "weight_bytes", "flops")]
 
@@ -35,7 +35,7 @@ class Lilou(GraphLearner):
     """Latency as a sum over kernels. Root mean squared error."""
 
     name = "lilou"
-    views = ("layers", "kernels")
+    views = (LAYERS, KERNELS)
     targets = ("time",)
     mode = "infer"
     scales_labels = False

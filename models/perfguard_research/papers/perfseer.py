@@ -26,7 +26,8 @@ import torch
 from torch import nn
 from torch_geometric.utils import scatter, softmax
 
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted
+from perfguard_models.features import Arrays
+from perfguard_models.learner import TARGETS, Example, Predicted
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch
 from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, Graphs
