@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from perfguard.exceptions import ConfigurationError, TableError
-from perfguard_models.calibration import NEW_GPU
+from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.learner import Learner
 from perfguard_models.step_time import StepTime
 from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_research.dataset import Run, dataset_of
-from perfguard_research.intervals import calibrated, errors_of
+from perfguard_research.intervals import calibrated, judged
 from perfguard_research.leaderboard import entries, fit_scores, predictions_of, rounded
 from perfguard_research.learners import OnEpoch, learner_class
 
@@ -76,7 +77,7 @@ def train_and_write(
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
     learner = kind(**settings)
     learner.fit(own, on_epoch=on_epoch)
-    errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
+    held_out = [judged(runs, split, predictions) for (split, _), predictions in found.items()]
     used = _used(learner, own)
     card = {
         "version": 1,
@@ -93,7 +94,7 @@ def train_and_write(
             for (split, group, _), score in fit_scores(runs, found).items()
         ],
     }
-    calibration = calibrated(errors)
+    calibration = calibrated(pd.concat(held_out)) if held_out else Calibration({}, {})
     if "gpu" not in splits:
         scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
         calibration = calibration._replace(scale={**scale, **calibration.scale})
