@@ -136,7 +136,7 @@ def dataset_of(
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
-    seed: int = 0,
+    most_runs: int | None = None,
 ) -> Dataset:
     """The runs of ``tables``, seen as ``views``.
 
@@ -145,8 +145,8 @@ def dataset_of(
         views: what the predictor reads.
         cache: a folder for graphs.
         jobs: number of processes for traces and views.
-        most_operators: the most rows of an operator table, drawn with ``seed``. Such tables have many similar rows.
-        seed: of that draw.
+        most_operators: the most rows of an operator table. Such tables have many similar rows.
+        most_runs: the most rows of each other table; None: all.
 
     Raises:
         TableError: if a table cannot be read or is of no known kind.
@@ -154,7 +154,8 @@ def dataset_of(
     look = functools.partial(_look, views=views, cache=cache / "graphs")
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
-        rows, rejected = _read(table, most_operators, seed)
+        rows, rejected = _read(table)
+        rows = drawn(rows, most_operators if "operator" in {row.table for row in rows} else most_runs)
         cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
         dataset.rejected.extend(rejected)
         networks = _by_network(rows)
@@ -169,7 +170,7 @@ def dataset_of(
 def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, Device, OpGraph]]:
     """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph."""
     for table in tables:
-        for rows in _by_network(_read(table, 0, 0)[0]):
+        for rows in _by_network(_read(table)[0]):
             runs = [_run(row, {}) for row in rows]
             if any(map(wanted, runs)):
                 for run, (row, graph) in zip(runs, _graphs(rows, cache / "graphs"), strict=True):
@@ -177,7 +178,7 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
                         yield run, row.device, graph
 
 
-def _read(table: Path, most_operators: int, seed: int) -> tuple[list[MeasuredRow], list[str]]:
+def _read(table: Path) -> tuple[list[MeasuredRow], list[str]]:
     """The rows of a table that can be used, and why others cannot."""
     columns, raw = read_table(table)
     parse = parser_of(columns, table)
@@ -202,9 +203,24 @@ def _read(table: Path, most_operators: int, seed: int) -> tuple[list[MeasuredRow
         else:
             seen.add(text)
             rows.append(row)
-    if "op" in columns and len(rows) > most_operators:
-        rows = random.Random(seed).sample(rows, most_operators)
     return rows, rejected
+
+
+def drawn(rows: Sequence[MeasuredRow], most: int | None, *, seed: int = 0) -> list[MeasuredRow]:
+    """At most ``most`` rows of a table; None: all.
+
+    Of operators any rows are drawn, of steps whole networks: so each is traced once, and its batches stay neighbours.
+    """
+    if most is None or len(rows) <= most:
+        return list(rows)
+    if isinstance(rows[0].network, Operator):
+        return random.Random(seed).sample(rows, most)
+    networks = {str(members[0].structure): members for members in _by_network(rows)}
+    chosen: list[MeasuredRow] = []
+    for name in random.Random(seed).sample(sorted(networks), len(networks)):
+        if len(chosen) + len(networks[name]) <= most:
+            chosen += networks[name]
+    return chosen
 
 
 def _absurd(row: MeasuredRow) -> str:

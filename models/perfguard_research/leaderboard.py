@@ -67,23 +67,18 @@ def predictions(
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
+    most_runs: int | None = None,
 ) -> tuple[list[Run], SplitPredictions]:
-    """The runs, and for each split and predictor the folds with the predictions for the test runs.
+    """The runs of ``tables``, and for each split and predictor the folds with the predictions for the test runs.
 
-    Args:
-        tables: tables of runs. Any kind that can be learnt from.
-        predictors: names and settings.
-        splits: names of splits. Known are "family", "source", "gpu" and "random".
-        cache: a folder for graphs, views and predictions.
-        jobs: processes.
-        most_operators: rows of an operator table that are taken.
+    ``predictors`` has the settings by name. ``cache`` is a folder for graphs and predictions. See :func:`dataset_of`.
     """
     by_views: defaultdict[tuple[FeatureSet, ...], list[str]] = defaultdict(list)
     for name in predictors:
         by_views[learner_class(name).views].append(name)
     runs, found = list[Run](), dict[tuple[str, str], FoldPredictions]()
     for views, names in by_views.items():
-        seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
+        seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs).runs
         runs = runs or seen
         for name in names:
             found |= predictions_of(name, predictors[name], seen, splits, cache=cache, jobs=jobs)

@@ -41,6 +41,7 @@ def train_and_write(
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
+    most_runs: int | None = None,
     on_epoch: OnEpoch = lambda done, of, loss: None,
 ) -> str:
     """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs alone it is OUT/cpu-NAME, but not for step-time.
@@ -59,7 +60,7 @@ def train_and_write(
         kind(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{name} does not take these settings: {error}") from error
-    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators)
+    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs)
     own = [run for run in dataset.runs if run.table in kind.tables]
     if len(own) < _FEWEST_RUNS:
         known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
