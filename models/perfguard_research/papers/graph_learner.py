@@ -16,12 +16,13 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.features import Arrays, FeatureSet
@@ -41,31 +42,9 @@ _VALIDATION = 8
 """One part of so many is held out."""
 
 
-class Graphs(NamedTuple):
-    """A batch of B graphs with n operators and m tensors between them. Features are scaled."""
-
-    kind: torch.Tensor  # shape: (n,)
-    nodes: torch.Tensor  # shape: (n, columns)
-    edge_index: torch.Tensor  # shape: (2, m)
-    edges: torch.Tensor  # shape: (m, columns)
-    globals: torch.Tensor  # shape: (B, columns)
-    kernel: torch.Tensor  # shape: (n,), which kernel; each operator is one where the learner does not read KERNELS
-    graph: torch.Tensor  # shape: (n,), which graph
-
-    def kinds(self, number: int = NUM_KINDS) -> torch.Tensor:
-        """Kinds of the operators, one-hot. Shape: (n, number)."""
-        return nn.functional.one_hot(self.kind, number).float()
-
-
-def joined(parts: Sequence[Graphs]) -> Graphs:
-    """Several batches as one."""
-    starts = np.cumsum([0, *(len(part.kind) for part in parts)]).tolist()
-    shifted = [
-        part._replace(edge_index=part.edge_index + start, kernel=part.kernel + start, graph=part.graph + at)
-        for at, (part, start) in enumerate(zip(parts, starts, strict=False))
-    ]
-    columns = zip(Graphs._fields, zip(*shifted, strict=True), strict=True)
-    return Graphs(*(torch.cat(values, dim=int(name == "edge_index")) for name, values in columns))
+def kinds_of(graphs: Data, number: int = NUM_KINDS) -> torch.Tensor:
+    """Kinds of the operators, one-hot. Shape: (n, number)."""
+    return nn.functional.one_hot(graphs.kind, number).float()
 
 
 class GraphLearner(ABC):
@@ -102,7 +81,12 @@ class GraphLearner(ABC):
 
     @abstractmethod
     def make_network(self, hidden: int) -> nn.Module:
-        """The network: :class:`Graphs` → standardised targets, shape (B, len(targets))."""
+        """The network: a batch of B graphs with n operators and m tensors → standardised targets, shape (B, len(targets)).
+
+        The batch has ``edge_index`` (2, m) and ``batch`` (n,) as PyG writes them, ``kind`` (n,), the scaled features ``nodes``
+        (n, columns), ``edges`` (m, columns) and ``globals`` (B, columns), and ``kernel_index`` (n,): which kernel an operator
+        runs in. Where the learner does not read KERNELS, each operator is one.
+        """
 
     def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss of one target, predicted and measured, both (n,)."""
@@ -139,7 +123,7 @@ class GraphLearner(ABC):
                 for column, measured in enumerate(labels.T):
                     known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
                     if known:
-                        predicted = network(joined([graphs[i] for i in known]))[:, column]
+                        predicted = network(Batch.from_data_list([graphs[i] for i in known]))[:, column]
                         losses.append(self.loss(predicted, measured[known]))
                 optimizer.zero_grad()
                 self.backward(losses, network)
@@ -205,34 +189,34 @@ class GraphLearner(ABC):
                 self._labels[:, at] = torch.tensor([mean, scale, low, high])
         return (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
 
-    def _graph(self, view: Arrays) -> Graphs:
+    def _graph(self, view: Arrays) -> Data:
         scaled = {}
         for key, values in zip(_SCALERS, self.features(view), strict=True):
             low, width = self._scale[key]
             scaled[key] = (torch.from_numpy(np.atleast_2d(values)).log1p() - low) / width
-        kind = torch.from_numpy(view["kind"])
-        return Graphs(
-            kind=kind,
+        number = len(view["kind"])
+        return Data(
+            kind=torch.from_numpy(view["kind"]),
             edge_index=torch.from_numpy(view["edge_index"]),
-            kernel=torch.from_numpy(view["kernel"]) if KERNELS in self.views else torch.arange(len(kind)),
-            graph=torch.zeros(len(kind), dtype=torch.long),
+            kernel_index=torch.from_numpy(view["kernel"]) if KERNELS in self.views else torch.arange(number),
+            num_nodes=number,
             **scaled,
         )
 
-    def _outputs(self, graphs: Sequence[Graphs], order: Sequence[int]) -> torch.Tensor:
+    def _outputs(self, graphs: Sequence[Data], order: Sequence[int]) -> torch.Tensor:
         assert self._network is not None
         self._network.eval()
         with torch.inference_mode():
-            outputs = (self._network(joined([graphs[i] for i in chosen])) for chosen in _batches(graphs, order))
+            outputs = (self._network(Batch.from_data_list([graphs[i] for i in chosen])) for chosen in _batches(graphs, order))
             return torch.cat([torch.zeros(0, len(self.targets)), *outputs])
 
 
-def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[list[int]]:
+def _batches(graphs: Sequence[Data], order: Sequence[int]) -> Iterator[list[int]]:
     """The indices of ``order``, cut where the graphs so far have enough nodes."""
     chosen: list[int] = []
     for index in order:
         chosen.append(index)
-        if sum(len(graphs[i].kind) for i in chosen) >= _NODES_A_BATCH:
+        if sum(graphs[i].num_nodes for i in chosen) >= _NODES_A_BATCH:
             yield chosen
             chosen = []
     if chosen:

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 from perfguard_research.fusion.kernels import KernelBlocks
-from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, Graphs
+from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, kinds_of
 from perfguard_research.papers.layers import KERNELS, LAYERS, NODE_COLUMNS
 
 _OF_LAYER = [NODE_COLUMNS.index(name) for name in ("input_bytes", "output_bytes", "weight_bytes", "flops")]
@@ -57,12 +58,12 @@ class _Latency(nn.Module):
         nn.init.zeros_(self.latency.weight)
         nn.init.constant_(self.latency.bias, -5.0)
 
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        x = torch.cat([graphs.kinds(), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.graph]], dim=1)
-        names, kernel = graphs.kernel.unique(return_inverse=True)
+    def forward(self, graphs: Data) -> torch.Tensor:
+        x = torch.cat([kinds_of(graphs), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.batch]], dim=1)
+        names, kernel = graphs.kernel_index.unique(return_inverse=True)
         source, sink = kernel[graphs.edge_index]
         inside = graphs.edge_index[:, source == sink]
         latency = self.latency(self.blocks(x, inside, kernel, len(names)))[:, 0].clamp(-12, 8).exp()
-        network = scatter(graphs.graph, kernel, dim_size=len(names), reduce="max")
+        network = scatter(graphs.batch, kernel, dim_size=len(names), reduce="max")
         total: torch.Tensor = scatter(latency, network, dim_size=len(graphs.globals), reduce="sum")
         return total.log()[:, None]

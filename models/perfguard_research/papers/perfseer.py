@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.utils import scatter, softmax
 
 from perfguard_models.features import Arrays
 from perfguard_models.learner import TARGETS, Example, Predicted
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch
-from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, Graphs
+from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner
 from perfguard_research.papers.layers import DEVICE_COLUMNS, NODE_COLUMNS
 
 _FLOPS, _WEIGHTS = NODE_COLUMNS.index("flops"), NODE_COLUMNS.index("weight_bytes")
@@ -124,8 +125,8 @@ class _SeerNetMulti(nn.Module):
             nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)) for _ in range(outputs)
         )
 
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        embedding = self.block(graphs.nodes, graphs.edges, graphs.globals, graphs.edge_index, graphs.graph)
+    def forward(self, graphs: Data) -> torch.Tensor:
+        embedding = self.block(graphs.nodes, graphs.edges, graphs.globals, graphs.edge_index, graphs.batch)
         return torch.cat([head(embedding) for head in self.heads], dim=1)
 
 
