@@ -132,11 +132,8 @@ def _one(graph: OpGraph, kernel: Sequence[int], number: int, read_after: set[tup
                 reads[storage] = max(reads.get(storage, 0.0), num_bytes)
         for storage, num_bytes in _shared_out(graph, op.outputs, op.bytes_written):
             writes[storage] = max(writes.get(storage, 0.0), num_bytes)
-    writes = {
-        storage: size
-        for storage, size in writes.items()
-        if storage in unread or (number, storage) in read_after or _stays(graph, storage)
-    }
+    stays = {at for at in writes if graph.storages[at].death >= len(graph.ops) or graph.storages[at].birth < 0}
+    writes = {at: size for at, size in writes.items() if at in unread or at in stays or (number, at) in read_after}
     main = max(ops, key=lambda op: (op.kind in LIBRARY_KINDS, op.flops))
     return main._replace(
         flops=sum(op.flops for op in ops),
@@ -157,11 +154,6 @@ def _shared_out(graph: OpGraph, storages: Sequence[int], num_bytes: int) -> list
     return [
         (storage, num_bytes * (size / total if total else 1 / len(sizes))) for storage, size in zip(storages, sizes, strict=True)
     ]
-
-
-def _stays(graph: OpGraph, storage: int) -> bool:
-    """Whether it outlives the step, or was there before."""
-    return graph.storages[storage].death >= len(graph.ops) or graph.storages[storage].birth < 0
 
 
 def _with_lives(graph: OpGraph, ops: Sequence[Op]) -> OpGraph:

@@ -274,17 +274,17 @@ def memory_by_replay(graph: OpGraph, device: Device) -> tuple[float, float, bool
     """Log bytes of the allocator's replay and the driver's context, their standard deviation, and whether such steps were
     compared with measurements."""
     num_bytes = max(graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes, 1) + device.context_bytes
-    if device.kind == "cuda" and _replay_is_validated(graph):  # a relative and a constant part
+    idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
+    is_compared = (
+        device.kind == "cuda"
+        and (graph.mode, graph.precision, graph.layout) == ("train", "fp32", "nchw")
+        and "rnn" not in graph.kinds
+        and (_REPLAYED_OPTIONS | idle).issuperset(graph.options)
+        and graph.has_all_bytes
+    )
+    if is_compared:  # in PyTorch's default settings: a relative and a constant part
         return math.log(num_bytes), math.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / num_bytes), True
     return math.log(num_bytes), PHYSICS.memory_log_sigma, False
-
-
-def _replay_is_validated(graph: OpGraph) -> bool:
-    """Whether the replay's memory was compared with measurements of such steps: training in PyTorch's default settings."""
-    if (graph.mode, graph.precision, graph.layout) != ("train", "fp32", "nchw") or "rnn" in graph.kinds:
-        return False
-    idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
-    return (_REPLAYED_OPTIONS | idle).issuperset(graph.options) and graph.has_all_bytes
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> Floats:

@@ -133,6 +133,7 @@ class TrainableStepTime(StepTime):
             lr=rate,
         )
         weight = _weights_of(runs)
+        sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
         steps = sum(len(_batches(runs, _seed_of(seed, epoch))) for epoch in range(epochs))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [rate, _MACHINE_RATE], total_steps=steps, pct_start=0.2)
         network.train()
@@ -145,7 +146,8 @@ class TrainableStepTime(StepTime):
                 own = weight[batch]
                 huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
                 loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
-                loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
+                prior = (machines.factor / sigma).square().sum() / 2
+                loss = loss + prior * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
                 loss = loss + _HALF_LAW * self._half_over_tf32(network, packed)
                 optimizer.zero_grad()
                 loss.backward()
@@ -184,10 +186,6 @@ class TrainableStepTime(StepTime):
             rows[:, _COLUMN["log_roofline_s"]] = log_roofline
             both.append(log_roofline + network.log_inefficiency_alone(self.standardised(rows), names))
         return torch.relu(both[0].detach() - both[1]).square().mean()
-
-    def _prior(self, machines: _Machines) -> torch.Tensor:
-        sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
-        return (machines.factor / sigma).square().sum() / 2
 
 
 def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
