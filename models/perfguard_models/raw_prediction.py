@@ -183,7 +183,7 @@ class Weights:
             op_time_s=op_time_s,
             path=path,
             embedding=embedding_of(step.view["sums"]),
-            shares=self._shares(step) if setting.is_perceptron and device.kind == "cuda" else {},
+            shares=self._shares(step, setting, device),
             step=step,
         )
 
@@ -213,8 +213,10 @@ class Weights:
         num_bytes = max(there - loaded, graph.peak_live_bytes + device.context_bytes)
         return math.log(num_bytes), math.hypot(own * there, loaded_sigma) / num_bytes, has_readings
 
-    def _shares(self, step: Step) -> dict[str, float | None]:
-        """Utilisation of perceptrons."""
+    def _shares(self, step: Step, setting: Setting, device: Device) -> dict[str, float | None]:
+        """Utilisation of steps like the perceptrons of the tables, of which alone it was measured."""
+        if setting.has_convolutions or setting.is_single or device.kind == "cpu":
+            return {}
         predicted = self._memory.learner.predict([step])
         found = {name: share_of(float(predicted[name][0])) for name in _SHARES}
         return {name: None if math.isnan(share) else share for name, share in found.items()}

@@ -239,19 +239,12 @@ def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> dict[tuple[str, 
 def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore], order: Sequence[str]) -> str:
     """Tables for a person: a row for each group, a column for each predictor."""
     text: list[str] = []
-    for split in dict.fromkeys(line.split for line in lines):
-        own = [line for line in lines if line.split == split]
-        for quantity in dict.fromkeys(line.quantity for line in own):
-            cells = {(line.group, line.predictor): line for line in own if line.quantity == quantity}
-            text += [f"### {quantity}, split by {split}", "", *_table(cells, order, ("rows",), _errors), ""]
-            known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
-            if known:
-                text += [
-                    f"### 90% intervals of {quantity}, split by {split}",
-                    "",
-                    *_table(known, order, ("rows",), _interval),
-                    "",
-                ]
+    for split, quantity in dict.fromkeys((line.split, line.quantity) for line in lines):
+        cells = {(line.group, line.predictor): line for line in lines if (line.split, line.quantity) == (split, quantity)}
+        text += [f"### {quantity}, split by {split}", "", *_table(cells, order, ("rows",), _errors), ""]
+        known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
+        if known:
+            text += [f"### 90% intervals of {quantity}, split by {split}", "", *_table(known, order, ("rows",), _interval), ""]
     for split in dict.fromkeys(key[0] for key in scores):
         fits = {key[1:]: score for key, score in scores.items() if key[0] == split}
         text += [f"### What fits, split by {split}", "", *_table(fits, order, ("failed", "fitting", "pairs"), _fits), ""]

@@ -87,7 +87,7 @@ def test_dnnperf_sees_backward_operators_temporaries_and_gradients() -> None:
 def test_perfseer_ratios_are_those_of_the_trace(graphs: list[OpGraph]) -> None:
     """Computed from standardised logarithms, the intensity had the wrong sign."""
     graph = graphs[0]
-    layers = layers_of(graph, resolve_device("a100"))._asdict()
+    layers = layers_of(graph, resolve_device("a100"))
     nodes, _, facts = PerfSeer().features(layers)
     flops = np.array([op.flops for op in graph.ops])
     access = np.array([op.bytes_read + op.bytes_written for op in graph.ops])
@@ -173,7 +173,7 @@ def test_pool_has_the_stride_of_its_shapes() -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(4))
     graph = trace(Workload(model, inputs=(2, 3, 32, 32), mode="infer"))
     pool = [op.kind for op in graph.ops].index("pool")
-    nodes = layers_of(graph, resolve_device("a100")).nodes
+    nodes = layers_of(graph, resolve_device("a100"))["nodes"]
     found = {name: nodes[pool, NODE_COLUMNS.index(name)] for name in ("kernel_height", "kernel_width", "stride", "padding")}
     assert found == {"kernel_height": 4, "kernel_width": 4, "stride": 4, "padding": 0}
 

@@ -26,7 +26,7 @@ class FeatureSet(NamedTuple):
     columns: object
     """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
     compute: Callable[[OpGraph, Device], Arrays]
-    """Computes the features of a graph on a device. A function of a module, so that processes can exchange it."""
+    """Computes the features of a graph on a device. It can be pickled, because processes exchange it."""
 
 
 __all__ = ["Arrays", "FeatureSet"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from perfguard.graph import OP_KINDS
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
-from perfguard_research.learners import OnEpoch, labels_of, shuffled
+from perfguard_research.learners import OnEpoch, batches, labels_of, shuffled
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class GraphLearner(ABC):
         self._fit_scale(runs)
         labels = self._fit_labels(np.stack([labels_of(runs, target) for target in self.targets], axis=1))
         graphs = [self._graph(run.view) for run in runs]
+        sizes = [graph.num_nodes for graph in graphs]
         every, seed = list(range(len(runs))), self.settings["seed"]
         parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
@@ -118,7 +119,7 @@ class GraphLearner(ABC):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
-            for chosen in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
+            for chosen in batches(sizes, [learn[i] for i in shuffled(len(learn), seed, epoch)], _NODES_A_BATCH):
                 losses = []
                 for column, measured in enumerate(labels.T):
                     known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
@@ -206,18 +207,7 @@ class GraphLearner(ABC):
     def _outputs(self, graphs: Sequence[Data], order: Sequence[int]) -> torch.Tensor:
         assert self._network is not None
         self._network.eval()
+        chosen = batches([graph.num_nodes for graph in graphs], order, _NODES_A_BATCH)
         with torch.inference_mode():
-            outputs = (self._network(Batch.from_data_list([graphs[i] for i in chosen])) for chosen in _batches(graphs, order))
+            outputs = [self._network(Batch.from_data_list([graphs[i] for i in some])) for some in chosen]
             return torch.cat([torch.zeros(0, len(self.targets)), *outputs])
-
-
-def _batches(graphs: Sequence[Data], order: Sequence[int]) -> Iterator[list[int]]:
-    """The indices of ``order``, cut where the graphs so far have enough nodes."""
-    chosen: list[int] = []
-    for index in order:
-        chosen.append(index)
-        if sum(graphs[i].num_nodes for i in chosen) >= _NODES_A_BATCH:
-            yield chosen
-            chosen = []
-    if chosen:
-        yield chosen
