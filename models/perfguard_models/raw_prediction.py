@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 Floats = npt.NDArray[np.float64]
-TARGETS = ("memory", "time")
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})

@@ -171,11 +171,11 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
     """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph."""
     for table in tables:
         for rows in _by_network(_read(table)[0]):
-            runs = [_run(row, {}) for row in rows]
-            if any(map(wanted, runs)):
-                for run, (row, graph) in zip(runs, _graphs(rows, cache / "graphs"), strict=True):
-                    if isinstance(graph, OpGraph) and wanted(run):
-                        yield run, row.device, graph
+            if any(wanted(_run(row, {})) for row in rows):
+                for graph, members in _graphs(rows, cache / "graphs"):
+                    runs = [(_run(row, {}), row.device) for row in members]
+                    if isinstance(graph, OpGraph):
+                        yield from ((run, device, graph) for run, device in runs if wanted(run))
 
 
 def _read(table: Path) -> tuple[list[MeasuredRow], list[str]]:
@@ -250,11 +250,10 @@ def _prepare_worker() -> None:
     warnings.simplefilter("ignore")
 
 
-def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[MeasuredRow, OpGraph | str]]:
-    """Yield each row of one network with its graph, or with the reason why it has no graph. They are traced once."""
+def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[OpGraph | str, list[MeasuredRow]]]:
+    """Yield each graph of one network, or the reason why there is none, with its rows. They are traced once."""
     if isinstance(rows[0].network, Operator):  # written down, not traced
-        for row in rows:
-            yield row, row.graph(None, TraceCache(), row.device)
+        yield from ((row.graph(None, TraceCache(), row.device), [row]) for row in rows)
         return
     what = "3", rows[0].structure, sorted({_member(row) for row in rows})  # 3: the format of archives
     path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
@@ -263,9 +262,7 @@ def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[Measured
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
         for name, members in itertools.groupby(rows, key=_member):
-            found = OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode()
-            for row in members:
-                yield row, found
+            yield OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode(), list(members)
 
 
 def _member(row: MeasuredRow) -> str:
@@ -290,15 +287,17 @@ def _trace(rows: Sequence[MeasuredRow], path: Path) -> None:
 def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path) -> list[Run | str]:
     """The runs of a network, or the reasons why there are none."""
     found: list[Run | str] = []
-    previous: tuple[OpGraph, Device, Arrays] | None = None
-    for row, graph in _graphs(rows, cache):
+    for graph, members in _graphs(rows, cache):
         if isinstance(graph, str):
-            found.append(graph)
+            found += [graph] * len(members)
             continue
-        if previous is None or previous[0] is not graph or previous[1] != row.device:
-            computed = [view.compute(graph, row.device) for view in views]
-            previous = graph, row.device, {name: values for features in computed for name, values in features.items()}
-        found.append(_run(row, previous[2]))
+        on_device: dict[str, Arrays] = {}  # by its figures
+        for row in members:
+            device = row.device
+            if repr(device) not in on_device:
+                features = [view.compute(graph, device) for view in views]
+                on_device[repr(device)] = {name: values for one in features for name, values in one.items()}
+            found.append(_run(row, on_device[repr(device)]))
     return found
 
 
