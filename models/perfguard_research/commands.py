@@ -129,7 +129,7 @@ def train(words: Sequence[str]) -> None:
 
 def leaderboard(words: Sequence[str]) -> None:
     """Judge predictors on the same held-out runs, and print tables."""
-    from perfguard_research.leaderboard import as_json, as_markdown, entries, fit_scores, predictions
+    from perfguard_research.leaderboard import as_lists, as_markdown, entries, fit_scores, predictions
 
     parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
@@ -157,7 +157,7 @@ def leaderboard(words: Sequence[str]) -> None:
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8")
-        arguments.out.with_suffix(".json").write_text(as_json(lines, scores) + "\n", encoding="utf-8")
+        arguments.out.with_suffix(".json").write_text(json.dumps(as_lists(lines, scores), indent=1) + "\n", encoding="utf-8")
     print(text)
 
 

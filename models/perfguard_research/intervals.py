@@ -91,19 +91,12 @@ def calibrated(lines: pd.DataFrame) -> Calibration:
 
 
 def _scale_of(errors: pd.DataFrame, floor: float) -> float:
-    """A source of n runs weighs as the square root of n, so that no large one decides alone."""
-    number = errors["source"].map(errors["source"].value_counts())
-    scores = errors["residual"].abs() / np.hypot(errors["spread"], floor)
-    return quantile_scale(scores.tolist(), (number**-0.5).tolist())
-
-
-def quantile_scale(scores: Sequence[float], weights: Sequence[float] | None = None) -> float:
     """The conformal quantile of the scores, as standard deviations of a normal distribution.
 
-    Weights are those of Tibshirani et al. 2019, "Conformal Prediction Under Covariate Shift", equation 7. A new run weighs as
-    much as a score does on average. By default all weights are equal.
+    A source of n runs weighs as the square root of n, so that no large one decides alone. The weights are those of Tibshirani et
+    al. 2019, "Conformal Prediction Under Covariate Shift", equation 7. A new run weighs as much as a score does on average.
     """
-    order = np.argsort(scores)
-    weight = np.ones(len(order)) if weights is None else np.asarray(weights)[order] / np.mean(weights)
-    rank = int(np.searchsorted(np.cumsum(weight), (len(order) + 1) * COVERAGE - 1e-9))
-    return float(np.asarray(scores)[order[min(rank, len(order) - 1)]]) / HALF_INTERVAL
+    score = (errors["residual"].abs() / np.hypot(errors["spread"], floor)).to_numpy()
+    weight, order = errors["source"].map(errors["source"].value_counts()).to_numpy() ** -0.5, np.argsort(score)
+    rank = int(np.searchsorted(np.cumsum(weight[order] / weight.mean()), (len(score) + 1) * COVERAGE - 1e-9))
+    return float(score[order[min(rank, len(score) - 1)]]) / HALF_INTERVAL

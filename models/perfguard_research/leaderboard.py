@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -282,16 +281,16 @@ def _fits(score: FitScore) -> str:
     return f"{score.caught:.1%} / {score.pruned:.1%}; {at_risk}; {'-' if math.isnan(score.balanced) else f'{score.balanced:.1%}'}"
 
 
-def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> str:
-    """Errors and scores as JSON."""
+def as_lists(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> dict[str, list[dict[str, Any]]]:
+    """Errors and scores for JSON."""
     fits = [
-        {"split": split, "group": group, "predictor": name, **rounded(score._asdict())}
+        {"split": split, "group": group, "predictor": name, **_rounded(score._asdict())}
         for (split, group, name), score in scores.items()
     ]
-    return json.dumps({"errors": [rounded(line._asdict()) for line in lines], "fits": fits}, indent=1)
+    return {"errors": [_rounded(line._asdict()) for line in lines], "fits": fits}
 
 
-def rounded(values: dict[str, Any]) -> dict[str, Any]:
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
     """Round to four decimals for JSON. NaN and infinity become null."""
     return {
         key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value

@@ -22,7 +22,7 @@ from perfguard_models.step_time import StepTime
 from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import calibrated, judged
-from perfguard_research.leaderboard import entries, fit_scores, predictions_of, rounded
+from perfguard_research.leaderboard import as_lists, entries, fit_scores, predictions_of
 from perfguard_research.learners import OnEpoch, learner_class
 
 _FEWEST_RUNS = 20
@@ -89,13 +89,9 @@ def train_and_write(
         "left_out": dataset.rejections(),
         "command": command,
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
-        "errors": [rounded(line._asdict()) for line in entries(runs, found)],
-        "fits": [
-            {"split": split, "group": group, **rounded(score._asdict())}
-            for (split, group, _), score in fit_scores(runs, found).items()
-        ],
+        **as_lists(entries(runs, found), fit_scores(runs, found)),
     }
-    calibration = calibrated(pd.concat(held_out)) if held_out else Calibration({}, {})
+    calibration = calibrated(pd.concat(held_out, ignore_index=True)) if held_out else Calibration({}, {})
     if "gpu" not in splits:
         scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
         calibration = calibration._replace(scale={**scale, **calibration.scale})

@@ -21,8 +21,7 @@ import itertools
 import torch
 from torch import nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GraphSAGE
-from torch_geometric.utils import scatter
+from torch_geometric.nn import GraphSAGE, global_add_pool
 
 from perfguard.graph import KIND_INDEX
 from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, kinds_of
@@ -64,9 +63,8 @@ class _PMGNS(nn.Module):
         for block in self.sage:
             z = self.dropout(torch.relu(block(z, graphs.edge_index)))
         number = len(graphs.globals)
-        summed = scatter(z, graphs.batch, dim=0, dim_size=number, reduce="sum")
-        counts = scatter(kinds[:, _COUNTED], graphs.batch, dim=0, dim_size=number, reduce="sum").log1p() / 5
-        z = torch.cat([summed, graphs.globals, counts], dim=1)
+        summed, counts = (global_add_pool(values, graphs.batch, number) for values in (z, kinds[:, _COUNTED]))
+        z = torch.cat([summed, graphs.globals, counts.log1p() / 5], dim=1)
         for layer in self.connected:
             z = self.dropout(torch.relu(layer(z)))
         out: torch.Tensor = self.out(z)

@@ -23,6 +23,7 @@ import itertools
 import torch
 from torch import nn
 from torch_geometric.data import Data
+from torch_geometric.nn import global_add_pool
 from torch_geometric.utils import scatter
 
 from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_KINDS, GraphLearner, kinds_of
@@ -66,7 +67,7 @@ class _Network(nn.Module):
         e = self.enter_edge(torch.cat([kinds, graphs.edges, facts[edge_index[0]][:, _OF_EDGE]], dim=1))
         for _ in range(_ROUNDS):
             h, e = self.encoder(h, e, edge_index)
-        summed = scatter(h, graphs.batch, dim=0, dim_size=len(graphs.globals), reduce="sum")
+        summed = global_add_pool(h, graphs.batch, len(graphs.globals))
         predicted: torch.Tensor = self.predictor(torch.sign(summed) * torch.log1p(summed.abs()))
         return predicted
 

@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch_geometric.data import Data
-from torch_geometric.utils import scatter, softmax
+from torch_geometric.nn import SoftmaxAggregation, global_max_pool, global_mean_pool
+from torch_geometric.utils import scatter
 
 from perfguard_models.features import Arrays
 from perfguard_models.learner import TARGETS, Example, Predicted
@@ -141,28 +142,22 @@ class _SeerBlock(nn.Module):
         self.enter_global_node = nn.Linear(nodes, hidden)
         self.of_facts = _mlp(2 * hidden + facts, hidden)
         self.synergy = nn.Linear(2, 1)
+        self.gather = SoftmaxAggregation()
 
     def forward(
         self, v: torch.Tensor, e: torch.Tensor, u: torch.Tensor, edge_index: torch.Tensor, batch: torch.Tensor
     ) -> torch.Tensor:
         source, target = edge_index
         number = len(u)
-        z = _softmax_sum(v, batch, number)  # the global node's start
+        z = self.gather(v, batch, dim_size=number)  # the global node's start
         e = self.of_edge(torch.cat([e, v[source], v[target]], dim=1))  # (2)
         gathered = scatter(e, target, dim=0, dim_size=len(v), reduce="mean")  # (3)
         v_new = self.of_node(torch.cat([gathered, v + z[batch], u[batch]], dim=1))  # (4)
-        z = self.of_global_node(_softmax_sum(v_new, batch, number) + self.enter_global_node(z))  # (5), (6)
-        highest = scatter(v_new, batch, dim=0, dim_size=number, reduce="max")
-        mean = scatter(v_new, batch, dim=0, dim_size=number, reduce="mean")
-        pooled = self.synergy(torch.stack([highest, mean], dim=2))[:, :, 0]  # (7): SynMM
+        z = self.of_global_node(self.gather(v_new, batch, dim_size=number) + self.enter_global_node(z))  # (5), (6)
+        both = [pool(v_new, batch, number) for pool in (global_max_pool, global_mean_pool)]
+        pooled = self.synergy(torch.stack(both, dim=2))[:, :, 0]  # (7): SynMM
         out: torch.Tensor = self.of_facts(torch.cat([pooled, z, u], dim=1))  # (8)
         return out
-
-
-def _softmax_sum(values: torch.Tensor, batch: torch.Tensor, number: int) -> torch.Tensor:
-    weight = softmax(values, batch, num_nodes=number)
-    summed: torch.Tensor = scatter(weight * values, batch, dim=0, dim_size=number, reduce="sum")
-    return summed
 
 
 def _mlp(inputs: int, outputs: int) -> nn.Sequential:
