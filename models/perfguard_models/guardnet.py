@@ -144,11 +144,8 @@ class GuardNet:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        compiled = self._compiled(graph, device)
-        return self._prediction(graph, graph if compiled is None else compiled.graph, self._raw(graph, device), device, steps)
-
-    def _prediction(self, graph: OpGraph, launched: OpGraph, raw: RawPrediction, device: Device, steps: int | None) -> Prediction:
-        """The prediction for ``graph``. ``launched`` has the operators that really run."""
+        raw, compiled = self._raw(graph, device), self._compiled(graph, device)
+        launched = graph if compiled is None else compiled.graph  # the operators that really run
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)

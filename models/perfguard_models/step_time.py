@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, LAUNCHES
@@ -169,14 +170,9 @@ class StepTime:
     def pack(self, runs: Sequence[Example]) -> Packed:
         """What the network reads of ``runs``."""
         views = [run.view for run in runs]
-        lengths, nodes = [len(view["order"]) for view in views], [len(view["name"]) for view in views]
+        nodes = [len(view["name"]) for view in views]
         starts = np.cumsum([0, *nodes])
-        order = np.zeros((len(runs), max(lengths, default=0)), dtype=np.int64)
-        before, is_launch = np.zeros_like(order, dtype=np.float32), np.zeros_like(order, dtype=np.float32)
-        for at, (view, length) in enumerate(zip(views, lengths, strict=True)):
-            order[at, :length] = view["order"] + starts[at]
-            before[at, :length] = view["views"]
-            is_launch[at, :length] = 1
+        order = [torch.from_numpy(view["order"] + start) for view, start in zip(views, starts[:-1], strict=True)]
         x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
         joined = {
             key: torch.from_numpy(np.concatenate([view[key] for view in views]))
@@ -202,9 +198,9 @@ class StepTime:
             edge_index=ends,
             edge_attr=torch.cat([joined["tensor_x"].float().repeat(2, 1) / _EDGE_SCALE, direction], dim=1),
             edge_weight=count / count.new_zeros(int(starts[-1])).index_add(0, ends[1], count)[ends[1]],
-            order=torch.from_numpy(order),
-            is_launch=torch.from_numpy(is_launch),
-            views=torch.from_numpy(before),
+            order=pad_sequence(order, batch_first=True).long(),
+            is_launch=pad_sequence([torch.ones(len(rows), dtype=torch.float32) for rows in order], batch_first=True),
+            views=pad_sequence([torch.from_numpy(view["views"]).float() for view in views], batch_first=True),
             compiled=torch.from_numpy(flags[:, :1]),
             train=torch.from_numpy(flags[:, 1]).long(),
             copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),

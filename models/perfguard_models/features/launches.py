@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
 from perfguard_models.features import Arrays, FeatureSet, operators
-from perfguard_models.features.convolutions import HALF_DTYPES
+from perfguard_models.features.convolutions import HALF_DTYPES, operators_with
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -76,7 +76,7 @@ def launches(graph: OpGraph, device: Device) -> Arrays:
     roofline = np.maximum(np.maximum(compute_s, traffic_s), _SHORTEST_S)
     tried = "cudnn_benchmark" in graph.options
     flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in ops]
-    products, idle_waves = operators.products_in(graph), np.zeros((len(ops), 1), dtype=np.float16)
+    products, idle_waves = operators_with("product", graph), np.zeros((len(ops), 1), dtype=np.float16)
     idle_waves[products, 0] = _idle_waves(graph.attribute("product", ops=products, length=4), device)
     x = np.concatenate(
         [

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import OpGraph, Phase, StorageKind
-from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, convolutions_in
+from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, operators_with
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -48,11 +48,6 @@ _OF_CONVOLUTIONS = slice(_PLACE["log_kernel"], _PLACE["log_positions"] + 1)
 _OF_PRODUCTS = slice(_PLACE["log_m"], _PLACE["log_products"] + 1)
 
 
-def products_in(graph: OpGraph) -> npt.NDArray[np.int64]:
-    """Return the operators that are matrix products: indices."""
-    return np.array([index for index, op in enumerate(graph.ops) if "product" in op.attributes], dtype=np.int64)
-
-
 def operator_columns(graph: OpGraph, device: Device, compute_s: Floats, roofline: Floats) -> npt.NDArray[np.float16]:
     """Return the columns of every operator of ``graph`` on ``device``, in launch order. Shape: (N, len(COLUMNS)).
 
@@ -79,7 +74,7 @@ def operator_columns(graph: OpGraph, device: Device, compute_s: Floats, roofline
     }
     for name, values in of_all.items():
         x[:, _PLACE[name]] = values
-    convolutions = convolutions_in(graph)
+    convolutions = operators_with("weight_shape", graph)
     c = Convolutions(graph, convolutions)
     sizes = np.stack([c.taps, c.narrow_in, c.narrow_out, c.groups, c.positions_in], axis=-1)
     x[convolutions, _OF_CONVOLUTIONS] = np.log1p(sizes.astype(np.float64))
@@ -94,7 +89,7 @@ def operator_columns(graph: OpGraph, device: Device, compute_s: Floats, roofline
     }
     for name, flag in flags.items():
         x[convolutions, _PLACE[name]] = flag
-    products = products_in(graph)
+    products = operators_with("product", graph)
     batch_m_n_k = graph.attribute("product", ops=products, length=4)
     x[products, _OF_PRODUCTS] = np.log1p(np.roll(batch_m_n_k, -1, axis=-1).astype(np.float64))
     x[products, _PLACE["odd_product"]] = (batch_m_n_k[:, 1:] % 8 > 0).any(axis=-1)

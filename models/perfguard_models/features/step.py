@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, roofline_s
 from perfguard_models.features import Arrays, FeatureSet
-from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions, convolutions_in
-from perfguard_models.features.operators import products_in
+from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions, operators_with
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -106,8 +105,8 @@ class _Parts:
         """The last one is that of index -1: before the first operator."""
         self.named = np.array([known.get(op.name, len(known)) for op in ops], dtype=np.int64)
         """Indices into NAMED_OPERATORS, or its length."""
-        self.convolutions = convolutions_in(graph)
-        self.products = products_in(graph)
+        self.convolutions = operators_with("weight_shape", graph)
+        self.products = operators_with("product", graph)
 
 
 def _memory(graph: OpGraph, device: Device, parts: _Parts) -> Columns:
