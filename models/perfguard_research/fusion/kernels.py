@@ -56,6 +56,7 @@ _COLUMNS = (*COLUMNS, "log_flops", "log_matrix_flops", "log_bandwidth", "log_sms
 _HIDDEN = 64
 _BLOCKS = 3
 _BATCH = 512
+_EPOCHS = 12
 _LEARNING_RATE = 3e-3
 _MOST_ROWS = 60_000
 _ARCHITECTURES = re.compile(r"^(maxwell|volta|turing|ampere|pascal)_")
@@ -118,8 +119,8 @@ class KernelHeads(nn.Module):
         return log_roofline + self.latency(pooled)[:, 0], self.family(pooled)
 
 
-def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> pd.DataFrame:
-    """Rows of a table of operators whose kernel is known, drawn with ``seed`` where there are more than ``most``.
+def read_rows(table: Path) -> pd.DataFrame:
+    """Rows of a table of operators whose kernel is known, drawn where there are more than _MOST_ROWS.
 
     Returns:
         The columns of :func:`features_of`, and operator, gpu, sizes, family and seconds.
@@ -130,8 +131,8 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> pd.DataF
     columns, raw = read_table(table)
     parse = parser_of(columns, table)
     raw = [row for row in raw if not (row.get("kernel") or "").strip().isdigit()]
-    if len(raw) > most:
-        raw = random.Random(seed).sample(raw, most)
+    if len(raw) > _MOST_ROWS:
+        raw = random.Random(0).sample(raw, _MOST_ROWS)
     rows = []
     for item in raw:
         try:
@@ -196,9 +197,9 @@ class KernelModel:
         return [self.families[at] for at in self.answers(pd.DataFrame([features_of(graph, device)]))[1][0, :most]]
 
 
-def fitted(rows: pd.DataFrame, *, epochs: int = 12, seed: int = 0) -> KernelModel:
+def fitted(rows: pd.DataFrame) -> KernelModel:
     """Heads that have learnt from ``rows``."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     numbers, families = pd.factorize(rows["family"], sort=True)
     x = np.stack(rows["x"].tolist())
     scale = torch.from_numpy(np.stack([x.mean(0), np.maximum(x.std(0), 0.05)]).astype(np.float32))
@@ -207,10 +208,10 @@ def fitted(rows: pd.DataFrame, *, epochs: int = 12, seed: int = 0) -> KernelMode
     family, seconds = torch.tensor(numbers), torch.tensor(rows["seconds"].to_numpy(), dtype=torch.float32).log()
     inputs = model.inputs(rows)
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=1e-3)
-    steps = epochs * -(-len(rows) // _BATCH)
+    steps = _EPOCHS * -(-len(rows) // _BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
     network.train()
-    for _ in range(epochs):
+    for _ in range(_EPOCHS):
         for chosen in torch.randperm(len(rows)).split(_BATCH):
             latency, logits = network(*(values[chosen] for values in inputs))
             loss = (latency - seconds[chosen]).square().mean().sqrt() + nn.functional.cross_entropy(logits, family[chosen])
@@ -292,11 +293,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("table", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--most-rows", type=int, default=_MOST_ROWS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
-    rows = read_rows(arguments.table, most=arguments.most_rows)
+    rows = read_rows(arguments.table)
     scores = cross_validated(rows)
     model = fitted(rows)
     card: dict[str, Any] = {

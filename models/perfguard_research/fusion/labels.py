@@ -37,7 +37,7 @@ from rich.progress import Progress
 from torch import nn
 
 from perfguard.graph import OpGraph, trace
-from perfguard.workload import TensorSpec, Workload
+from perfguard.workload import Workload, mapped
 from perfguard_research.networks import EDGES, NUM_EDGES, Network
 
 COMPILERS = ("inductor-cpu", "inductor-cuda")
@@ -163,7 +163,7 @@ def _aten_graphs(model: nn.Module, inputs: Any, target: str) -> tuple[torch.fx.G
     from torch.fx.traceback import preserve_node_meta
 
     state = {name: torch.empty_like(value, device="cpu") for name, value in (*model.named_parameters(), *model.named_buffers())}
-    batch = _empty(inputs)
+    batch = mapped(inputs, lambda spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)))
     keywords = batch if isinstance(batch, dict) else {}
     arguments = () if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
 
@@ -198,16 +198,6 @@ class _OnTarget(torch.fx.Interpreter):
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device(self._target, 0)}
         return super().call_function(target, args, kwargs)
-
-
-def _empty(inputs: Any) -> Any:
-    if isinstance(inputs, TensorSpec):
-        return torch.empty(inputs.shape, dtype=getattr(torch, inputs.dtype))
-    if isinstance(inputs, dict):
-        return {name: _empty(value) for name, value in inputs.items()}
-    if inputs and isinstance(inputs[0], tuple):
-        return tuple(_empty(value) for value in inputs)
-    return torch.empty(inputs)
 
 
 def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
@@ -255,13 +245,13 @@ def _without_backend(name: str) -> str:
     return "attention" if name.startswith("_scaled_dot_product") else name
 
 
-def cases(seed: int = 0) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """The corpus, mixed: every family of timm, cells in the manner of NAS-Bench-201, transformers from configurations."""
     transformers = [
         Case(family, f"{family}-small", Network(name=f"hf:{model}", config=config, input={"seq_len": 64}), 2)
         for family, (model, config) in _TRANSFORMERS.items()
     ]
-    sources = [list(_timm_cases(random.Random(seed))), list(_cells(random.Random(seed))), transformers]
+    sources = [list(_timm_cases(random.Random(0))), list(_cells(random.Random(0))), transformers]
     order = [(at / len(source), case) for source in sources for at, case in enumerate(source)]
     for _, case in sorted(order, key=lambda item: item[0]):
         yield case
@@ -346,14 +336,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--compiler", choices=COMPILERS, default=COMPILERS[0])
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = {(row.compiler, row.model) for row in read_labels(arguments.out)} if arguments.out.is_file() else set()
     end, number = time.process_time() + 60 * arguments.minutes, 0
     with arguments.out.open("a", encoding="utf-8") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("models", total=None)
-        for case in cases(arguments.seed):
+        for case in cases():
             if time.process_time() > end:
                 break
             if (arguments.compiler, case.name) in done:
