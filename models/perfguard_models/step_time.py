@@ -115,7 +115,7 @@ class StepTime:
         with torch.inference_mode():
             clocks: Clocks = self.network(packed)
             log_s = torch.stack([clocks.log_step_s(packed.is_launch, machine) for machine in _MACHINES])
-            path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+            path = clocks.longest_path()
         found = log_s.double().numpy()
         found += self._towards_trees(found[0], runs)
         least_s = np.array([least_products_s(run.view) for run in runs])

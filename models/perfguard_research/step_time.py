@@ -142,7 +142,9 @@ class TrainableStepTime(StepTime):
             for batch in _batches(runs, _seed_of(seed, epoch)):
                 some = [runs[index] for index in batch]
                 packed = self.pack(some)
-                error = self._errors(network, machines, some, packed)
+                clocks: Clocks = network(packed)
+                measured = torch.tensor([run.labels["time"] for run in some])
+                error = clocks.log_step_s(packed.is_launch, machines.of(some), smooth=True) - measured
                 own = weight[batch]
                 huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
                 loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
@@ -158,12 +160,6 @@ class TrainableStepTime(StepTime):
             if on_epoch is not None:
                 on_epoch(epoch + 1, epochs, total / len(runs))
         network.eval()
-
-    def _errors(self, network: GraphNetwork, machines: _Machines, runs: Sequence[Run], packed: Packed) -> torch.Tensor:
-        """log(predicted / measured). Shape: (len(runs),)."""
-        measured = torch.tensor([run.labels["time"] for run in runs])
-        clocks: Clocks = network(packed)
-        return clocks.log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
 
     def _half_over_tf32(self, network: GraphNetwork, packed: Packed) -> torch.Tensor:
         """How much longer products take in half precision than in TF32, which no law allows. Shape: ().
