@@ -310,7 +310,7 @@ class GuardNet:
             means, log_sigmas = posterior.at(inputs)
             # The process has one prior; a graph may be harder or easier than those that it was made for.
             log_sigmas = log_sigmas * before / of_the_process / scale
-            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
+            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.memory_log_sigma)
             mean, log_sigma = float(means), float(log_sigmas)
         correction = float(self._corrections(self._tuned, target, [raw], device)[0])
         median = math.exp(estimate.log_value + correction + mean)

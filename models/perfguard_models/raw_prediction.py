@@ -67,14 +67,8 @@ class PhysicsConfig:
     """Bytes that the machine of the memory's training rows held beside replay and context: CUDA loaded all its modules there.
     GPUMemNet's perceptrons, in which cuDNN has no workspaces, show them (`benchmarks/loaded_bytes.py`). Since CUDA 11.7 only
     those that are used are loaded."""
-    time_log_sigma: float = 0.6
-    """A step takes one to four times its roofline."""
     new_cpu_log_sigma: float = 0.2
     """What another CPU adds to the time's. A guess: the training rows are of one machine."""
-
-    def log_sigma(self, target: str) -> float:
-        """``memory_log_sigma`` or ``time_log_sigma``."""
-        return self.memory_log_sigma if target == "memory" else self.time_log_sigma
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
