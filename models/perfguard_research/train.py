@@ -57,7 +57,7 @@ def train_and_write(
     """
     kind = learner_class(name)
     try:
-        kind(**settings)
+        learner = kind(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{name} does not take these settings: {error}") from error
     dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs)
@@ -76,7 +76,6 @@ def train_and_write(
     started = time.monotonic()
     runs = dataset.runs
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
-    learner = kind(**settings)
     learner.fit(own, on_epoch=on_epoch)
     held_out = [judged(runs, split, predictions) for (split, _), predictions in found.items()]
     used = _used(learner, own)

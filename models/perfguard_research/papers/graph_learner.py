@@ -68,8 +68,6 @@ class GraphLearner(ABC):
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
-    kept: ClassVar[tuple[str, ...]] = _SCALERS
-    """What a file of weights has beside network and labels."""
 
     def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
@@ -162,11 +160,13 @@ class GraphLearner(ABC):
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         made = cls(**settings)
-        made._scale = {key: tensors[f"scale.{key}"] for key in cls.kept}
+        network, made._scale = (
+            {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            for prefix in ("network.", "scale.")
+        )
         made._labels = tensors["labels"]
         made._network = made.make_network(settings["hidden"])
-        prefix = "network."
-        made._network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        made._network.load_state_dict(network)
         return made
 
     def _applies(self, run: Example) -> bool:

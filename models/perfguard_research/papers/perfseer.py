@@ -49,8 +49,6 @@ class PerfSeer(GraphLearner):
     name = "perfseer"
     tables = (*STEPS, "perceptron")
     targets = TARGETS
-    kept = (*GraphLearner.kept, "labelled")
-    """Also kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED)."""
 
     def make_network(self, hidden: int) -> nn.Module:
         return _SeerNetMulti(hidden, len(self.targets))
@@ -77,6 +75,7 @@ class PerfSeer(GraphLearner):
         pcgrad(losses, [p for p in network.parameters() if p.requires_grad])
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        # Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED).
         rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
         self._scale["labelled"] = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
         super().fit(runs, on_epoch=on_epoch)
