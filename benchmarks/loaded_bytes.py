@@ -16,6 +16,7 @@ import numpy as np
 from _record import parser_of, show
 
 from perfguard.quantities import format_bytes
+from perfguard_models.features.step import SUMS
 from perfguard_research.dataset import dataset_of, graphs_of
 
 _QUANTILES = 0.05, 0.25, 0.5, 0.75, 0.95
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
-    dataset_of([arguments.table], "sums", cache=arguments.cache)  # traces what is not in the cache
+    dataset_of([arguments.table], [SUMS], cache=arguments.cache)  # traces what is not in the cache
     found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for run, device, graph in graphs_of([arguments.table], lambda run: "memory" in run.labels, cache=arguments.cache):
         kind = "with convolutions" if "conv" in graph.kinds else "without convolutions"

@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 
 from perfguard import load_predictor
 from perfguard.graph import KIND_INDEX, Phase
-from perfguard_models.features.launches import COLUMNS
+from perfguard_models.features.launches import COLUMNS, LAUNCHES
 from perfguard_research.csv_rows import read_table
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.evaluate import evaluate
@@ -115,7 +115,7 @@ def main() -> None:
     ]  # fmt: skip
     splits = ["family", "source", "gpu"]
     runs, found = predictions(tables, {"step-time": {}}, splits, **reading)
-    views = dataset_of(tables, ("launches",), **reading).runs
+    views = dataset_of(tables, [LAUNCHES], **reading).runs
     small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
     by_gpu = errors_by_run(runs, found["gpu", "step-time"])
     neusight = [error for at, error in by_gpu.items() if runs[at].table == "transformer"]

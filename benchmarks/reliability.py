@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from _record import parser_of, show
 
-from perfguard_research.intervals import CALIBRATED, log_sigmas_of
+from perfguard_research.intervals import CALIBRATED, judged
 from perfguard_research.leaderboard import label_of, predictions
 
 _LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -37,16 +37,13 @@ def main() -> None:
         arguments.tables, {arguments.predictor: {}}, ["family"], cache=arguments.cache, jobs=arguments.jobs,
         most_operators=arguments.most_operators,
     )  # fmt: skip
-    judged = found["family", arguments.predictor]
+    lines = judged(runs, "family", found["family", arguments.predictor])
+    lines = lines[lines["target"].isin(CALIBRATED) & lines["measured"].notna()]
     scores: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for (fold, predicted), sigmas in zip(judged, log_sigmas_of(runs, "family", judged), strict=True):
-        for position, at in enumerate(fold.judge):
-            run = runs[at]
-            for target in CALIBRATED:
-                if target in run.labels and run.table != "operator":
-                    sigma = float(sigmas[target][position])
-                    z = abs(run.labels[target] - float(predicted[target][position])) / sigma
-                    scores[target, label_of(run)].append((z, sigma))
+    for line in lines.itertuples():
+        if not runs[line.run].is_single:
+            z = abs(line.measured - line.predicted) / line.log_sigma
+            scores[line.target, label_of(runs[line.run])].append((z, line.log_sigma))
     rows = []
     for (target, name), values in sorted(scores.items()):
         inside = np.mean([z <= 1.645 for z, _ in values])

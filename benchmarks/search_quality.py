@@ -38,7 +38,7 @@ from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
 from perfguard_research.dataset import Run
-from perfguard_research.intervals import FoldPredictions, log_sigmas_of
+from perfguard_research.intervals import FoldPredictions, judged
 from perfguard_research.leaderboard import predictions
 
 _POLICIES = {
@@ -211,12 +211,11 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: OptunaGuar
     study.tell(trial, point.loss)
 
 
-def spaces_of(runs: Sequence[Run], judged: FoldPredictions) -> list[Space]:
+def spaces_of(runs: Sequence[Run], found: FoldPredictions) -> list[Space]:
     """The A100's training runs under a budget, and the RTX 3090's up to its memory; each with two losses."""
-    predicted: dict[int, tuple[float, float]] = {}
-    for (fold, values), sigma in zip(judged, log_sigmas_of(runs, "family", judged), strict=True):
-        for position, index in enumerate(fold.judge):
-            predicted[index] = math.exp(values["memory"][position]), float(sigma["memory"][position])
+    lines = judged(runs, "family", found)
+    memory = lines[lines["target"] == "memory"]
+    predicted = {at: (math.exp(value), sigma) for at, value, sigma in memory[["run", "predicted", "log_sigma"]].to_numpy()}
     spaces = []
     for gpu, variants, limit_bytes in (("a100-pcie-40gb", False, _A100_BUDGET), ("rtx3090", True, None)):
         mine = {

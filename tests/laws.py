@@ -12,10 +12,10 @@ from torch import nn
 from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
-from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.features.launches import LAUNCHES
+from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_research.dataset import Run
 from perfguard_research.learners import Trainable, learner_class
-from perfguard_research.papers.layers import FEATURE_SETS
 
 SMALL: dict[str, dict[str, Any]] = {
     "memory-forest": {"trees": 20, "forests": 2},
@@ -47,12 +47,12 @@ def some_runs(name: str = "") -> list[Run]:
     They have the features that the learner ``name`` reads, and those of its mode; "": GuardNet's.
     """
     mode: Literal["train", "infer"] = "train" if name in ("dnnperf", "dnnabacus") else "infer"
-    views = {"launches", "sums", *(learner_class(name).views if name else ())}
+    views = {LAUNCHES, SUMS, *(learner_class(name).views if name else ())}
     found = []
     for gpu in ("a100", "t4"):
         device = resolve_device(gpu)
         for graph in some_graphs(mode):
-            sets = [FEATURE_SETS[view].compute(graph, device) for view in views]
+            sets = [view.compute(graph, device) for view in views]
             view = {name: value for features in sets for name, value in features.items()}
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
             time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)

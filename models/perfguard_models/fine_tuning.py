@@ -29,19 +29,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from perfguard.exceptions import PredictorError
 from perfguard_models.graph_network import Floats, GraphNetwork, Packed
 from perfguard_models.learner import Step
 from perfguard_models.step_time import StepTime
+from perfguard_models.weight_files import LARGEST_BYTES, fitting
 
 FORMAT = 3
 _USUAL = torch.zeros(2, dtype=torch.float32, device="cpu")
 """Log factors of a usual machine's host and device."""
-_LARGEST_BYTES = 64 * 2**20
 _LARGEST = 3.0
 """Of a correction, as a logarithm. It bounds what weights can do that somebody else has made."""
 
@@ -128,9 +126,9 @@ class FineTuned:
         Raises:
             PredictorError: if the data are damaged, of another version, or do not fit the network.
         """
-        try:
-            if len(data) > _LARGEST_BYTES:
-                raise ValueError(f"{len(data)} bytes, more than {_LARGEST_BYTES}")
+        with fitting("Fine-tuned weights"):
+            if len(data) > LARGEST_BYTES:
+                raise ValueError(f"{len(data)} bytes, more than {LARGEST_BYTES}")
             tensors = load(data)
             size = int.from_bytes(data[:8], "little")
             header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["perfguard"])
@@ -146,17 +144,6 @@ class FineTuned:
             if not all(map(math.isfinite, (shift, *held_out.values()))):
                 raise ValueError("they have values that are not finite")
             return cls(str(header["made_for"]), network, factors, held_out, shift)
-        except (
-            SafetensorError,
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            RuntimeError,
-            OverflowError,
-        ) as error:
-            raise PredictorError(f"Fine-tuned weights cannot be used: {type(error).__name__}: {error}") from error
 
 
 class _Encoded(NamedTuple):

@@ -9,8 +9,7 @@ value that only the kernel's own operators read is never written, and has no sto
 from __future__ import annotations
 
 import dataclasses
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,61 +28,26 @@ def kernels_of(graph: OpGraph, fused: npt.NDArray[np.int64]) -> list[list[int]]:
         graph: any graph.
         fused: columns of ``graph.edges`` that unite the kernels of their ends, the first ones first.
     """
-    kernels = _Kernels(graph)
-    for at in fused:
-        kernels.unite(int(graph.edges[0, at]), int(graph.edges[1, at]))
-    return kernels.listed()
+    import networkx as nx  # here, because it takes a quarter of a second, and only compiled steps need it
 
-
-class _Kernels:
-    """Disjoint sets of operators whose order stays possible."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        number = len(graph.ops)
-        self._parent = list(range(number))
-        self._members = [[index] for index in range(number)]
-        self._after: list[set[int]] = [set() for _ in range(number)]
-        self._before: list[set[int]] = [set() for _ in range(number)]
-        for first, second in dependencies(graph):
-            self._after[first].add(second)
-            self._before[second].add(first)
-
-    def find(self, index: int) -> int:
-        while self._parent[index] != index:
-            self._parent[index] = index = self._parent[self._parent[index]]
-        return index
-
-    def unite(self, first: int, second: int) -> None:
-        a, b = self.find(first), self.find(second)
-        if a == b or self._has_way_round(a, b):
-            return
-        self._parent[b] = a
-        self._members[a] = sorted(self._members[a] + self._members[b])
-        self._after[a] |= self._after[b]
-        self._before[a] |= self._before[b]
-
-    def _has_way_round(self, a: int, b: int) -> bool:
-        """Whether a way leads from one of the two kernels through a third back to them."""
-        after_a, after_b = self._roots(self._after[a]) - {a, b}, self._roots(self._after[b]) - {a, b}
-        before_a, before_b = self._roots(self._before[a]) - {a, b}, self._roots(self._before[b]) - {a, b}
-        if not (after_a and before_b) and not (after_b and before_a):
-            return False
-        targets, seen = before_a | before_b, after_a | after_b
-        waiting = list(seen)
-        while waiting:
-            at = waiting.pop()
-            if at in targets:
-                return True
-            new = self._roots(self._after[at]) - seen - {a, b}
-            seen |= new
-            waiting.extend(new)
-        return False
-
-    def _roots(self, indices: Iterable[int]) -> set[int]:
-        return {self.find(index) for index in indices}
-
-    def listed(self) -> list[list[int]]:
-        return [members for index, members in enumerate(self._members) if self._parent[index] == index]
+    order = nx.DiGraph(dependencies(graph))  # of the kernels, each by one of its operators
+    order.add_nodes_from(range(len(graph.ops)))
+    sets = nx.utils.UnionFind(range(len(graph.ops)))
+    for first, second in graph.edges[:, fused].T.tolist():
+        a, b = sets[first], sets[second]
+        if a == b:
+            continue
+        direct = [edge for edge in ((a, b), (b, a)) if order.has_edge(*edge)]
+        order.remove_edges_from(direct)
+        if nx.has_path(order, a, b) or nx.has_path(order, b, a):  # through a third kernel
+            order.add_edges_from(direct)
+            continue
+        sets.union(a, b)
+        kept, gone = (a, b) if sets[a] == a else (b, a)
+        order.add_edges_from([(kept, after) for after in order.successors(gone)])
+        order.add_edges_from([(before, kept) for before in order.predecessors(gone)])
+        order.remove_node(gone)
+    return sorted(sorted(kernel) for kernel in sets.to_sets())
 
 
 def dependencies(graph: OpGraph) -> set[tuple[int, int]]:
@@ -126,29 +90,19 @@ def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> tuple[OpGraph, l
 
 def _ordered(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> list[list[int]]:
     """The kernels in an order that is possible, as near to the graph's own as can be."""
+    import networkx as nx
+
     kernel_of = {op: at for at, kernel in enumerate(kernels) for op in kernel}
     if len(kernel_of) != len(graph.ops) or sum(map(len, kernels)) != len(graph.ops):
         raise ValueError(f"{len(kernels)} kernels of {sum(map(len, kernels))} operators are no partition of {len(graph.ops)}.")
-    after: list[set[int]] = [set() for _ in kernels]
-    waits = [0] * len(kernels)
-    for first, second in dependencies(graph):
-        a, b = kernel_of[first], kernel_of[second]
-        if a != b and b not in after[a]:
-            after[a].add(b)
-            waits[b] += 1
-    ready = [(max(kernel), at) for at, kernel in enumerate(kernels) if not waits[at]]
-    heapq.heapify(ready)
-    order: list[list[int]] = []
-    while ready:
-        _, at = heapq.heappop(ready)
-        order.append(sorted(kernels[at]))
-        for follower in after[at]:
-            waits[follower] -= 1
-            if not waits[follower]:
-                heapq.heappush(ready, (max(kernels[follower]), follower))
-    if len(order) != len(kernels):
-        raise ValueError("the kernels wait for each other: no order of them is possible.")
-    return order
+    pairs = {(kernel_of[first], kernel_of[second]) for first, second in dependencies(graph)}
+    waits = nx.DiGraph((a, b) for a, b in pairs if a != b)
+    waits.add_nodes_from(range(len(kernels)))
+    try:
+        order = list(nx.lexicographical_topological_sort(waits, key=lambda at: max(kernels[at])))
+    except nx.NetworkXUnfeasible as error:
+        raise ValueError("the kernels wait for each other: no order of them is possible.") from error
+    return [sorted(kernels[at]) for at in order]
 
 
 def _read_elsewhere(graph: OpGraph, kernel_of: Mapping[int, int]) -> set[tuple[int, int]]:
@@ -178,11 +132,8 @@ def _one(graph: OpGraph, kernel: Sequence[int], number: int, read_after: set[tup
                 reads[storage] = max(reads.get(storage, 0.0), num_bytes)
         for storage, num_bytes in _shared_out(graph, op.outputs, op.bytes_written):
             writes[storage] = max(writes.get(storage, 0.0), num_bytes)
-    writes = {
-        storage: size
-        for storage, size in writes.items()
-        if storage in unread or (number, storage) in read_after or _stays(graph, storage)
-    }
+    stays = {at for at in writes if graph.storages[at].death >= len(graph.ops) or graph.storages[at].birth < 0}
+    writes = {at: size for at, size in writes.items() if at in unread or at in stays or (number, at) in read_after}
     main = max(ops, key=lambda op: (op.kind in LIBRARY_KINDS, op.flops))
     return main._replace(
         flops=sum(op.flops for op in ops),
@@ -203,11 +154,6 @@ def _shared_out(graph: OpGraph, storages: Sequence[int], num_bytes: int) -> list
     return [
         (storage, num_bytes * (size / total if total else 1 / len(sizes))) for storage, size in zip(storages, sizes, strict=True)
     ]
-
-
-def _stays(graph: OpGraph, storage: int) -> bool:
-    """Whether it outlives the step, or was there before."""
-    return graph.storages[storage].death >= len(graph.ops) or graph.storages[storage].birth < 0
 
 
 def _with_lives(graph: OpGraph, ops: Sequence[Op]) -> OpGraph:

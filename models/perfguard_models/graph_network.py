@@ -126,13 +126,14 @@ class Clocks(NamedTuple):
         longest = torch.where(self.is_cpu > 0, (host_s + device_s).sum(1), longest)
         return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
 
-    def longest_path(self) -> tuple[Tensor, ...]:
-        """Seconds of each part of the longest path on a usual machine, in the order of :class:`PathTimes`. On a CPU: of all."""
+    def longest_path(self) -> PathTimes:
+        """The longest path on a usual machine. On a CPU: all of it."""
         number = self.host_s.shape[1]
         path = self.host_s.cumsum(1) + self.device_s.flip(1).cumsum(1).flip(1)
         turn = path.argmax(1, keepdim=True) if number else 0  # the launch at which the path leaves the host
         at, all_of_it = torch.arange(number), self.is_cpu[:, None] > 0
-        return self.constant_s, self.copy_s, self.host_s * ((at <= turn) | all_of_it), self.device_s * ((at >= turn) | all_of_it)
+        on_host, on_device = self.host_s * ((at <= turn) | all_of_it), self.device_s * ((at >= turn) | all_of_it)
+        return PathTimes(*(part.double().numpy() for part in (self.constant_s, self.copy_s, on_host, on_device)))
 
 
 class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types

@@ -52,12 +52,9 @@ from perfguard_models.raw_prediction import (
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.step_time import StepTime, batches_of, least_products_s
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import CPU_PREFIX, FittedModel, trained_of
-from perfguard_models.weight_files import read_pair
+from perfguard_models.trained import CPU_PREFIX, FittedModel, read_trained
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from perfguard.devices import Device
 
 MEMORY, TIME = MemoryForest.name, StepTime.name
@@ -86,10 +83,6 @@ class TrialConfig:
     time_log_sigma: float = 0.01
     """The same for time: clocks vary."""
 
-    def least_log_sigma(self, target: Target) -> float:
-        """``memory_log_sigma`` or ``time_log_sigma``."""
-        return self.memory_log_sigma if target == "memory" else self.time_log_sigma
-
 
 TRIALS = TrialConfig()
 
@@ -108,16 +101,14 @@ def load(path: str | Path | None = None) -> GuardNet:
     folder = files("perfguard_models") / "weights"
     found: dict[tuple[str, str], FittedModel] = {}
     for name in (MEMORY, CPU_PREFIX + MEMORY, TIME):
-        found |= _read(folder / f"{name}.safetensors", folder / f"{name}.json", name)
+        found |= _by_kind(read_trained(folder / f"{name}.safetensors", folder / f"{name}.json", name))
     if path is not None:
-        found |= _read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))
+        found |= _by_kind(read_trained(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path)))
     return GuardNet({kind: Weights(found[kind, MEMORY], found[kind, TIME]) for kind in ("cuda", "cpu")})
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> dict[tuple[str, str], FittedModel]:
+def _by_kind(trained: FittedModel) -> dict[tuple[str, str], FittedModel]:
     """The weights, by the kind of device and the name of the learner."""
-    data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
-    trained = trained_of(data, document, name)
     kinds = {"cpu" if device == "cpu" else "cuda" for device in trained.card["trained_devices"]}
     return {(kind, trained.learner.name): trained for kind in kinds}
 
@@ -153,11 +144,8 @@ class GuardNet:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        compiled = self._compiled(graph, device)
-        return self._prediction(graph, graph if compiled is None else compiled.graph, self._raw(graph, device), device, steps)
-
-    def _prediction(self, graph: OpGraph, launched: OpGraph, raw: RawPrediction, device: Device, steps: int | None) -> Prediction:
-        """The prediction for ``graph``. ``launched`` has the operators that really run."""
+        raw, compiled = self._raw(graph, device), self._compiled(graph, device)
+        launched = graph if compiled is None else compiled.graph  # the operators that really run
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
@@ -182,7 +170,7 @@ class GuardNet:
             trained_quantities=trained,
             memory_parts_bytes=memory_parts(launched, device),
             time_parts_s={name: float(seconds) for name, seconds in by_part.items()},
-            time_by_kind_s=_sorted(list(by_kind.items())),
+            time_by_kind_s={kind: s for kind, s in sorted(by_kind.items(), key=lambda item: -item[1]) if s > 0},
             gpu_util=raw.shares.get("gpu_util"),
             sm_active=raw.shares.get("sm_active"),
             energy=None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1]),
@@ -266,21 +254,31 @@ class GuardNet:
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
         """Residuals of the rows with a measured ``target``; None: there is no such row.
 
-        They are scaled for a process with this ``prior``, or with the rows' own one.
+        They are scaled for a process with this ``prior``. None: the median of the rows' priors.
         """
-        known = [row for row in rows if row.measured(target) is not None]
+        known = [(row, value) for row in rows if (value := row.measured(target)) is not None]
         if not known:
             return None
-        raws = [self._raw(row.graph, row.device) for row in known]
-        found = _residuals_of(known, raws, target, prior)
+        raws = [self._raw(row.graph, row.device) for row, _ in known]
+        predicted = torch.tensor([raw.of[target].log_value for raw in raws], dtype=torch.float64)
+        measured = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64)
+        priors = [raw.of[target].prior for raw in raws]
+        prior = prior or sorted(priors, key=lambda one: one.total)[len(priors) // 2]
+        inputs = gp_inputs(
+            raws,
+            target,
+            regime=torch.tensor([float(row.regime) for row, _ in known], dtype=torch.float64),
+            scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
+            setting=torch.tensor([_setting_of(row.graph) for row, _ in known], dtype=torch.float64),
+        )
         tuned = self._tuned  # another thread may replace it
         if tuned is None or target != "time":
-            return found
-        own = torch.from_numpy(self._corrections(tuned, target, raws, known[0].device))
-        held_out = [tuned.held_out.get(row.decision_id) for row in known]
+            return _Residuals(prior, inputs, measured - predicted)
+        own = torch.from_numpy(self._corrections(tuned, target, raws, known[0][0].device))
+        held_out = [tuned.held_out.get(row.decision_id) for row, _ in known]
         without = torch.tensor([math.nan if one is None else one for one in held_out], dtype=torch.float64)
         without = torch.where(without.isnan(), own, without)
-        return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
+        return _Residuals(prior, inputs._replace(memorised=own - without), measured - predicted - without)
 
     def _learn(
         self,
@@ -312,11 +310,12 @@ class GuardNet:
             means, log_sigmas = posterior.at(inputs)
             # The process has one prior; a graph may be harder or easier than those that it was made for.
             log_sigmas = log_sigmas * before / of_the_process / scale
-            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
+            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.memory_log_sigma)
             mean, log_sigma = float(means), float(log_sigmas)
         correction = float(self._corrections(self._tuned, target, [raw], device)[0])
         median = math.exp(estimate.log_value + correction + mean)
-        return Estimate(median, max(log_sigma, TRIALS.least_log_sigma(target)))
+        least = TRIALS.memory_log_sigma if target == "memory" else TRIALS.time_log_sigma
+        return Estimate(median, max(log_sigma, least))
 
     def _raw(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The weights' prediction for ``graph``. It is cached for the life of the graph."""
@@ -335,11 +334,6 @@ class GuardNet:
         if "compiled" not in graph.options or self._weights[device.kind].knows_compiled(graph, device):
             return None
         return as_compiled(graph)
-
-
-def _sorted(times_s: list[tuple[str, float]]) -> dict[str, float]:
-    """Those above 0, largest first."""
-    return dict(sorted((item for item in times_s if item[1] > 0), key=lambda item: -item[1]))
 
 
 def _widened(raw: RawPrediction, graph: OpGraph) -> RawPrediction:
@@ -417,29 +411,6 @@ class _Residuals(NamedTuple):
     prior: ResidualPrior
     at: GPInputs
     y: torch.Tensor  # shape: (n,)
-
-
-def _residuals_of(
-    rows: Sequence[Observation], raws: Sequence[RawPrediction], target: Target, prior: ResidualPrior | None = None
-) -> _Residuals:
-    """Residuals of ``rows`` from their predictions ``raws``.
-
-    There is at least one row, and all have a measured ``target``. ``prior`` is the prior of the process; None: the median of
-    the rows' priors.
-    """
-    predicted = torch.tensor([raw.of[target].log_value for raw in raws], dtype=torch.float64)
-    measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
-    priors = [raw.of[target].prior for raw in raws]
-    if prior is None:
-        prior = sorted(priors, key=lambda one: one.total)[len(priors) // 2]
-    inputs = gp_inputs(
-        raws,
-        target,
-        regime=torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
-        scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
-        setting=torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
-    )
-    return _Residuals(prior, inputs, measured - predicted)
 
 
 def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observation]) -> list[bool]:

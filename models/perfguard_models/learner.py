@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.step import STEP_FEATURES
 
-Arrays = dict[str, npt.NDArray[Any]]
-"""The features of one step on one device, by name."""
 TARGETS = ("memory", "time", "gpu_util", "sm_active")
 """Predicted quantities. Memory and time are logarithms of bytes and seconds, utilisation is the logit of a share."""
 Predicted = dict[str, npt.NDArray[np.float64]]
-"""Predictions for each step by target: log bytes, log seconds, or the logit of a share. NaN: no prediction."""
+"""Predictions for each step by target: log bytes, log seconds, or the logit of a share. NaN: no prediction.
+
+Of an ensemble, "spread TARGET" is the standard deviation between its members."""
 State = dict[str, torch.Tensor]
 """Fitted parameters as named tensors, for a weight file."""
 
 
 class Example(Protocol):
     """A step on a device, as a learner reads it."""
-
-    @property
-    def gpu(self) -> str:
-        """The id of the device."""
 
     @property
     def is_single(self) -> bool:
@@ -41,28 +38,16 @@ class Example(Protocol):
 class Step(NamedTuple):
     """An :class:`Example` without a measurement."""
 
-    gpu: str
     is_single: bool
     view: Arrays
-
-
-@runtime_checkable
-class Ensemble(Protocol):
-    """A learner that has several members."""
-
-    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """The prediction of each member."""
-
-    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
-        """The prediction of all members together."""
 
 
 class Learner(Protocol):
     """A fitted predictor of steps. All of it is in `state`; the rest follows from its constructor's arguments."""
 
     name: ClassVar[str]
-    views: ClassVar[tuple[str, ...]]
-    """The features that it reads, by the names of :data:`perfguard_models.trained.FEATURE_SETS`."""
+    views: ClassVar[tuple[FeatureSet, ...]]
+    """The features that it reads."""
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         """Predicted cost of ``runs``."""
@@ -77,23 +62,6 @@ class Learner(Protocol):
         Raises:
             KeyError, ValueError, RuntimeError: if they do not belong together.
         """
-
-
-def predict_with_spread(learner: Learner, runs: Sequence[Example]) -> tuple[Predicted, Predicted]:
-    """Predicted cost of ``runs``, and for each target the standard deviation between the learner's members; 0 for one member."""
-    if not isinstance(learner, Ensemble):
-        predicted = learner.predict(runs)
-        return predicted, {target: np.zeros(len(runs)) for target in predicted}
-    members = learner.parts(runs)
-    predicted = learner.combine(members, runs)
-    spread: Predicted = {}
-    for target in predicted:
-        values = np.stack([member[target] for member in members])
-        known = np.isfinite(values)
-        number = np.maximum(known.sum(0), 1)
-        mean = np.where(known, values, 0).sum(0) / number
-        spread[target] = np.sqrt((np.where(known, values - mean, 0) ** 2).sum(0) / number)
-    return predicted, spread
 
 
 def share_of(logit: float) -> float:

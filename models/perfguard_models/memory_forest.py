@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.features.step import STEP_FEATURES
-from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
+from perfguard_models.features import FeatureSet
+from perfguard_models.features.step import STEP_FEATURES, SUMS
+from perfguard_models.learner import Example, Predicted, State, column, sums_table
 from perfguard_models.trees import Forest
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class MemoryForest:
     """
 
     name: ClassVar[str] = "memory-forest"
-    views: ClassVar[tuple[str, ...]] = ("sums",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (SUMS,)
 
     def __init__(self, *, forests: int = 2, trees: int = 400, learning_rate: float = 0.05, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"forests": forests, "trees": trees, "learning_rate": learning_rate, "seed": seed}
@@ -52,19 +53,21 @@ class MemoryForest:
             return np.log(np.exp(column(runs, "log_reserved")) + self.constant)
         return np.zeros(len(runs))
 
-    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """The predictions of each forest."""
-        found = []
-        half = column(runs, "half") > 0
-        for index in range(self.settings["forests"]):
-            part: Predicted = {target: np.full(len(runs), np.nan) for target in TARGETS}
-            for target in PREDICTED:
-                part[target] = self._forest(target, index, runs) + self.start(runs, target)
-            limited = self._forest(LIMIT, index, runs) + self.start(runs, LIMIT)
-            # Where memory was measured it was in float32; half precision was only ever bracketed.
-            use = (half & ~np.isnan(limited)) | np.isnan(part["memory"])
-            found.append(part | {"memory": np.where(use, limited, part["memory"])})
-        return found
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`. The mean of the forests."""
+        members = [self._member(index, runs) for index in range(self.settings["forests"])]
+        values = {target: np.stack([member[target] for member in members]) for target in members[0]}
+        unknown = {"time": np.full(len(runs), np.nan)}
+        means = {target: both.mean(0) for target, both in values.items()}
+        return means | unknown | {f"spread {target}": both.std(0) for target, both in values.items()}
+
+    def _member(self, index: int, runs: Sequence[Example]) -> Predicted:
+        """The predictions of one forest of each quantity."""
+        found = {target: self._forest(target, index, runs) + self.start(runs, target) for target in (*PREDICTED, LIMIT)}
+        memory, limited = found["memory"], found.pop(LIMIT)
+        # Where memory was measured it was in float32; half precision was only ever bracketed.
+        use = ((column(runs, "half") > 0) & ~np.isnan(limited)) | np.isnan(memory)
+        return found | {"memory": np.where(use, limited, memory)}
 
     def _forest(self, name: str, index: int, runs: Sequence[Example]) -> npt.NDArray[np.float64]:
         """NaN for single operators, because the forests were fitted to whole steps."""
@@ -73,14 +76,6 @@ class MemoryForest:
         if name in self.forests and whole:
             found[whole] = self.forests[name][index].predict(sums_table([runs[at] for at in whole]))
         return found
-
-    def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
-        return self.combine(self.parts(runs), runs)
-
-    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
-        """The mean of the forests."""
-        return {target: np.mean([part[target] for part in parts], axis=0) for target in TARGETS}
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """See :class:`perfguard_models.learner.Learner`."""

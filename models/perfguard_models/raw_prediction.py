@@ -17,7 +17,7 @@ from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.graph_network import PathTimes
-from perfguard_models.learner import Step, predict_with_spread, share_of
+from perfguard_models.learner import Step, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting, timed_as_any
 from perfguard_models.step_time import StepTime
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 Floats = npt.NDArray[np.float64]
-TARGETS = ("memory", "time")
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
@@ -68,14 +67,8 @@ class PhysicsConfig:
     """Bytes that the machine of the memory's training rows held beside replay and context: CUDA loaded all its modules there.
     GPUMemNet's perceptrons, in which cuDNN has no workspaces, show them (`benchmarks/loaded_bytes.py`). Since CUDA 11.7 only
     those that are used are loaded."""
-    time_log_sigma: float = 0.6
-    """A step takes one to four times its roofline."""
     new_cpu_log_sigma: float = 0.2
     """What another CPU adds to the time's. A guess: the training rows are of one machine."""
-
-    def log_sigma(self, target: str) -> float:
-        """``memory_log_sigma`` or ``time_log_sigma``."""
-        return self.memory_log_sigma if target == "memory" else self.time_log_sigma
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +176,7 @@ class Weights:
             op_time_s=op_time_s,
             path=path,
             embedding=embedding_of(step.view["sums"]),
-            shares=self._shares(step) if setting.is_perceptron and device.kind == "cuda" else {},
+            shares=self._shares(step, setting, device),
             step=step,
         )
 
@@ -197,7 +190,8 @@ class Weights:
         has_workspaces = "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
         if device.kind == "cuda" and not has_workspaces:
             return None
-        predicted, spread = (float(found["memory"][0]) for found in predict_with_spread(self._memory.learner, [step]))
+        found = self._memory.learner.predict([step])
+        predicted, spread = (float(found[name][0]) for name in ("memory", "spread memory"))
         if not math.isfinite(predicted):
             return None
         calibration = self._memory.calibration
@@ -212,8 +206,10 @@ class Weights:
         num_bytes = max(there - loaded, graph.peak_live_bytes + device.context_bytes)
         return math.log(num_bytes), math.hypot(own * there, loaded_sigma) / num_bytes, has_readings
 
-    def _shares(self, step: Step) -> dict[str, float | None]:
-        """Utilisation of perceptrons."""
+    def _shares(self, step: Step, setting: Setting, device: Device) -> dict[str, float | None]:
+        """Utilisation of steps like the perceptrons of the tables, of which alone it was measured."""
+        if setting.has_convolutions or setting.is_single or device.kind == "cpu":
+            return {}
         predicted = self._memory.learner.predict([step])
         found = {name: share_of(float(predicted[name][0])) for name in _SHARES}
         return {name: None if math.isnan(share) else share for name, share in found.items()}
@@ -273,17 +269,17 @@ def memory_by_replay(graph: OpGraph, device: Device) -> tuple[float, float, bool
     """Log bytes of the allocator's replay and the driver's context, their standard deviation, and whether such steps were
     compared with measurements."""
     num_bytes = max(graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes, 1) + device.context_bytes
-    if device.kind == "cuda" and _replay_is_validated(graph):  # a relative and a constant part
+    idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
+    is_compared = (
+        device.kind == "cuda"
+        and (graph.mode, graph.precision, graph.layout) == ("train", "fp32", "nchw")
+        and "rnn" not in graph.kinds
+        and (_REPLAYED_OPTIONS | idle).issuperset(graph.options)
+        and graph.has_all_bytes
+    )
+    if is_compared:  # in PyTorch's default settings: a relative and a constant part
         return math.log(num_bytes), math.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / num_bytes), True
     return math.log(num_bytes), PHYSICS.memory_log_sigma, False
-
-
-def _replay_is_validated(graph: OpGraph) -> bool:
-    """Whether the replay's memory was compared with measurements of such steps: training in PyTorch's default settings."""
-    if (graph.mode, graph.precision, graph.layout) != ("train", "fp32", "nchw") or "rnn" in graph.kinds:
-        return False
-    idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
-    return (_REPLAYED_OPTIONS | idle).issuperset(graph.options) and graph.has_all_bytes
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> Floats:

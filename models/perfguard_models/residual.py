@@ -48,11 +48,6 @@ class GPInputs(NamedTuple):
     Shape: (n,)"""
 
 
-def joined(parts: list[GPInputs]) -> GPInputs:
-    """Concatenate ``parts`` along the runs."""
-    return GPInputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
 def same_step(a: GPInputs, b: GPInputs) -> torch.Tensor:
     """Whether a run of ``a`` and one of ``b`` are of one step, under any conditions. Shape: (m, n)."""
     apart2 = torch.cdist(a.x, b.x).square() + torch.cdist(a.alternatives, b.alternatives).square()
@@ -185,7 +180,8 @@ class ResidualPosterior:
         least = torch.where(same_step(inputs, self.bounds.at), self.bounds.least, -math.inf).amax(1)
         before = torch.where(least > mean, before.clamp_min(refuted), before)
         mean = torch.maximum(mean, least)
-        above = expected_above(least, mean, torch.maximum(sigma, before))
+        wide = torch.maximum(sigma, before)
+        above = mean + wide * _mills((least - mean) / wide)  # the mean of what exceeds the bound
         return above, torch.maximum(sigma, above - mean)
 
 
@@ -201,7 +197,8 @@ def condition(prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, bounds: Bou
         return replace(posterior, bounds=bounds)
     out = GPInputs(*(column[stands] for column in bounds.at))
     readings, noise2 = _as_readings_of_all(posterior, out, bounds.least[stands])
-    found = _conditioned(prior, joined([seen, out]), torch.cat([y, readings]), torch.cat([torch.zeros_like(y), noise2]), len(y))
+    both = GPInputs(*map(torch.cat, zip(seen, out, strict=True)))
+    found = _conditioned(prior, both, torch.cat([y, readings]), torch.cat([torch.zeros_like(y), noise2]), len(y))
     return replace(found, bounds=bounds)
 
 
@@ -298,11 +295,6 @@ def as_reading(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> 
     ratio = _mills(z)
     narrowed = (ratio * (ratio - z)).clamp(_JITTER, 1 - _JITTER)  # share of the variance that the bound takes away
     return mean + sigma / (ratio - z), sigma.square() * (1 / narrowed - 1)
-
-
-def expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Mean of a normal variable that is known to exceed ``bound``; -inf: nothing is known. All shapes: (n,)."""
-    return mean + sigma * _mills((bound - mean) / sigma)
 
 
 def _mills(z: torch.Tensor) -> torch.Tensor:

@@ -54,11 +54,6 @@ class Setting:
         return f"{self.device_id} {self.mode} {self.arithmetic}"
 
     @property
-    def is_perceptron(self) -> bool:
-        """Whether it is like the perceptrons of the tables, whose utilisation was measured: a step without convolutions."""
-        return not (self.has_convolutions or self.is_single)
-
-    @property
     def group(self) -> str:
         """The group of runs that it is calibrated with, as calibrations name it."""
         if self.is_single:

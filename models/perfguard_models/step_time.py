@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS
+from perfguard_models.features import Arrays, FeatureSet
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, LAUNCHES
+from perfguard_models.features.step import SUMS
 from perfguard_models.graph_network import NODE_COLUMNS, Clocks, Floats, GraphNetwork, Packed, PathTimes
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State, Step, sums_table
+from perfguard_models.learner import TARGETS, Example, Predicted, State, Step, sums_table
 from perfguard_models.step_forest import StepForest
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ class StepTime:
     """
 
     name: ClassVar[str] = "step-time"
-    views: ClassVar[tuple[str, ...]] = ("launches", "sums")
+    views: ClassVar[tuple[FeatureSet, ...]] = (LAUNCHES, SUMS)
 
     def __init__(
         self,
@@ -85,17 +88,16 @@ class StepTime:
         self.reference: list[Step] = []
         """Some steps of the training tables, for rehearsal."""
 
-    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """The prediction on a usual machine, then with a slower host, a faster one, a slower device, a faster one.
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`. The members are machines, a usual one first.
 
-        They differ by as much as machines do, so the spread of these members is what is not known of the machine.
+        They differ by as much as machines do, so their spread is what is not known of the machine.
         """
-        unknown = np.full(len(runs), np.nan)
-        found: list[Predicted] = [{target: unknown.copy() for target in TARGETS} for _ in _MACHINES]
+        log_s = np.full((len(_MACHINES), len(runs)), np.nan)
         for indices in batches_of(runs, range(len(runs))):
-            for part, values in zip(found, self.log_step_s([runs[index] for index in indices]), strict=True):
-                part["time"][indices] = values
-        return found
+            log_s[:, indices] = self.log_step_s([runs[index] for index in indices])
+        unknown = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        return unknown | {"time": log_s[0], "spread time": log_s.std(0)}
 
     def log_step_s(self, runs: Sequence[Example]) -> Floats:
         """Log seconds of each step on a usual machine, with a slower host, a faster one, a slower device, a faster one.
@@ -113,7 +115,7 @@ class StepTime:
         with torch.inference_mode():
             clocks: Clocks = self.network(packed)
             log_s = torch.stack([clocks.log_step_s(packed.is_launch, machine) for machine in _MACHINES])
-            path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+            path = clocks.longest_path()
         found = log_s.double().numpy()
         found += self._towards_trees(found[0], runs)
         least_s = np.array([least_products_s(run.view) for run in runs])
@@ -131,14 +133,6 @@ class StepTime:
     def share_of_network(self, runs: Sequence[Example]) -> Floats:
         """Weight of the network's log time in the prediction: a half where the trees have the other half. Shape: (len(runs),)."""
         return np.array([0.5 if self.forest is not None and trees_apply(run) else 1.0 for run in runs])
-
-    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
-        """The prediction on a usual machine."""
-        return parts[0]
-
-    def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
-        return self.combine(self.parts(runs), runs)
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """See :class:`perfguard_models.learner.Learner`."""
@@ -166,7 +160,7 @@ class StepTime:
             if key.startswith("reference"):
                 number, _, name = key.partition(".")
                 reference.setdefault(number, {})[name] = tensor.numpy()
-        made.reference = [Step("", False, view) for view in reference.values()]
+        made.reference = [Step(False, view) for view in reference.values()]
         return made
 
     def standardised(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,14 +170,9 @@ class StepTime:
     def pack(self, runs: Sequence[Example]) -> Packed:
         """What the network reads of ``runs``."""
         views = [run.view for run in runs]
-        lengths, nodes = [len(view["order"]) for view in views], [len(view["name"]) for view in views]
+        nodes = [len(view["name"]) for view in views]
         starts = np.cumsum([0, *nodes])
-        order = np.zeros((len(runs), max(lengths, default=0)), dtype=np.int64)
-        before, is_launch = np.zeros_like(order, dtype=np.float32), np.zeros_like(order, dtype=np.float32)
-        for at, (view, length) in enumerate(zip(views, lengths, strict=True)):
-            order[at, :length] = view["order"] + starts[at]
-            before[at, :length] = view["views"]
-            is_launch[at, :length] = 1
+        order = [torch.from_numpy(view["order"] + start) for view, start in zip(views, starts[:-1], strict=True)]
         x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
         joined = {
             key: torch.from_numpy(np.concatenate([view[key] for view in views]))
@@ -209,9 +198,9 @@ class StepTime:
             edge_index=ends,
             edge_attr=torch.cat([joined["tensor_x"].float().repeat(2, 1) / _EDGE_SCALE, direction], dim=1),
             edge_weight=count / count.new_zeros(int(starts[-1])).index_add(0, ends[1], count)[ends[1]],
-            order=torch.from_numpy(order),
-            is_launch=torch.from_numpy(is_launch),
-            views=torch.from_numpy(before),
+            order=pad_sequence(order, batch_first=True).long(),
+            is_launch=pad_sequence([torch.ones(len(rows), dtype=torch.float32) for rows in order], batch_first=True),
+            views=pad_sequence([torch.from_numpy(view["views"]).float() for view in views], batch_first=True),
             compiled=torch.from_numpy(flags[:, :1]),
             train=torch.from_numpy(flags[:, 1]).long(),
             copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),

@@ -79,60 +79,40 @@ class Forest(NamedTuple):
 def forest_of_boosting(model: Any) -> Forest:
     """The trees of a fitted `HistGradientBoostingRegressor` without categorical features."""
     trees = [stage[0].nodes for stage in model._predictors]
-    return _joined(
-        [
-            (
-                nodes["feature_idx"],
-                nodes["num_threshold"],
-                nodes["left"].astype(np.int64),
-                nodes["right"].astype(np.int64),
-                nodes["value"],
-                nodes["is_leaf"].astype(bool),
-            )
-            for nodes in trees
-        ],
-        float(np.ravel(model._baseline_prediction)[0]),
-    )
+    columns = {"feature": "feature_idx", "threshold": "num_threshold", "left": "left", "right": "right", "value": "value"}
+    found = [{own: nodes[name] for own, name in columns.items()} | {"leaf": nodes["is_leaf"].astype(bool)} for nodes in trees]
+    return _joined(found, float(np.ravel(model._baseline_prediction)[0]))
 
 
 def forest_of_bagging(model: Any) -> Forest:
     """The mean of the trees of a fitted `RandomForestRegressor` or `ExtraTreesRegressor`."""
     trees = [estimator.tree_ for estimator in model.estimators_]
-    return _joined(
-        [
-            (
-                np.maximum(tree.feature, 0),
-                tree.threshold,
-                tree.children_left,
-                tree.children_right,
-                tree.value[:, 0, 0] / len(trees),
-                tree.children_left < 0,
-            )
-            for tree in trees
-        ],
-        0.0,
-    )
+    found = [
+        {
+            "feature": np.maximum(tree.feature, 0),
+            "threshold": tree.threshold,
+            "left": tree.children_left,
+            "right": tree.children_right,
+            "value": tree.value[:, 0, 0] / len(trees),
+            "leaf": tree.children_left < 0,
+        }
+        for tree in trees
+    ]
+    return _joined(found, 0.0)
 
 
-def _joined(trees: Sequence[tuple[npt.NDArray[Any], ...]], base: float) -> Forest:
-    columns: list[list[npt.NDArray[Any]]] = [[] for _ in range(5)]
-    roots, offset = [], 0
-    for feature, threshold, left, right, value, is_leaf in trees:
-        nodes = np.arange(len(feature))
-        columns[0].append(feature)
-        columns[1].append(np.where(is_leaf, 0, threshold))
-        columns[2].append(np.where(is_leaf, nodes, left) + offset)
-        columns[3].append(np.where(is_leaf, nodes, right) + offset)
-        columns[4].append(value)
-        roots.append(offset)
-        offset += len(feature)
-    feature, threshold, left, right, value = (np.concatenate(column) for column in columns)
+def _joined(trees: Sequence[dict[str, npt.NDArray[Any]]], base: float) -> Forest:
+    """Trees whose children are numbered within each tree."""
+    lengths = [len(tree["leaf"]) for tree in trees]
+    roots = np.cumsum([0, *lengths])[:-1]
+    of = {name: np.concatenate([tree[name] for tree in trees]) for name in trees[0]}
+    nodes, first, leaf = np.arange(sum(lengths)), np.repeat(roots, lengths), of["leaf"]
     return Forest(
-        np.array(roots, dtype=np.int32),
-        feature.astype(np.int16),
-        threshold.astype(np.float32),
-        left.astype(np.int32),
-        right.astype(np.int32),
-        value.astype(np.float32),
-        base,
+        roots=roots.astype(np.int32),
+        feature=of["feature"].astype(np.int16),
+        threshold=np.where(leaf, 0, of["threshold"]).astype(np.float32),
+        left=np.where(leaf, nodes, of["left"].astype(np.int64) + first).astype(np.int32),
+        right=np.where(leaf, nodes, of["right"].astype(np.int64) + first).astype(np.int32),
+        value=of["value"].astype(np.float32),
+        base=base,
     )

@@ -4,53 +4,77 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from perfguard.exceptions import PredictorError
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-_LARGEST_BYTES = 64 * 2**20
+LARGEST_BYTES = 64 * 2**20
 
 
-def write_pair(out: Path, tensors: Mapping[str, torch.Tensor], card: Mapping[str, Any]) -> str:
-    """Write both; returns the card's text."""
+def write_pair(out: Path, tensors: Mapping[str, torch.Tensor], card: Mapping[str, Any]) -> None:
+    """Write both."""
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     text = json.dumps({"sha256": hashlib.sha256(data).hexdigest(), **card}, indent=1) + "\n"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".safetensors").write_bytes(data)
     out.with_suffix(".json").write_text(text, encoding="utf-8")
-    return text
 
 
-def read_pair(tensors: Traversable, card: Traversable, what: str, mend: str) -> tuple[bytes, Any]:
-    """The bytes of the tensors, and the card as it stands.
+def read_pair(
+    tensors: Traversable, card: Traversable, name: str, *, mend: str, made_for: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors by name, and the card.
 
     Args:
         tensors: the first file.
         card: the second.
-        what: whose they are, for the message.
-        mend: what to do, after "Reinstall perfguard, or".
+        name: of the weights, for messages.
+        mend: the command that makes them again, for messages.
+        made_for: what the card must have, because the code depends on it.
 
     Raises:
-        PredictorError: if one cannot be read.
+        PredictorError: if one cannot be read, was made for other code, or they do not belong together.
     """
     try:
-        return tensors.read_bytes(), json.loads(card.read_text(encoding="utf-8"))
+        data, document = tensors.read_bytes(), json.loads(card.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PredictorError(f"{what} cannot be read: {error}. Reinstall perfguard, or {mend}.") from error
-
-
-def check_hash(data: bytes, card: Mapping[str, Any], name: str) -> None:
-    """Raises PredictorError unless the card was written for these tensors."""
-    if len(data) > _LARGEST_BYTES or card.get("sha256") != hashlib.sha256(data).hexdigest():
+        raise PredictorError(
+            f"The weights {name!r} cannot be read: {error}. Reinstall perfguard, or train them again with `{mend}`."
+        ) from error
+    check_made_for(document, name, made_for)
+    if len(data) > LARGEST_BYTES or document.get("sha256") != hashlib.sha256(data).hexdigest():
         raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
+    with fitting(f"The weights {name!r}"):
+        return load(data), document
+
+
+def check_made_for(card: Any, name: str, made_for: Mapping[str, Any]) -> None:
+    """Raises PredictorError unless the card of the weights ``name`` has all that is in ``made_for``."""
+    others = [key for key, value in made_for.items() if not isinstance(card, dict) or card.get(key) != value]
+    if others:
+        raise PredictorError(
+            f"The weights {name!r} were made for another version of PerfGuard: their card has another {others[0]!r}. "
+            "Train them again with this version."
+        )
+
+
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """Whatever tensors and settings raise that do not fit the code becomes a PredictorError about ``what``."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise PredictorError(f"{what} do not fit the predictor: {type(error).__name__}: {error}") from error
 
 
 def version_of(card: Mapping[str, Any]) -> str:

@@ -111,20 +111,25 @@ def train(words: Sequence[str]) -> None:
     _add_common(parser, splits="family,source,gpu")
     arguments = parser.parse_args(words)
     learner_class(arguments.predictor)
-    tables, splits, settings = _of_common(arguments)
+    splits, settings = _splits(arguments), _settings(arguments.set)
     console = Console(stderr=True)
     with console.status(f"{arguments.predictor}: folds") as shown:
         written = train_and_write(
-            arguments.predictor, settings, tables, arguments.out, splits=splits, command=_command("train", words, arguments),
-            cache=arguments.cache, jobs=arguments.jobs, most_operators=arguments.most_operators,
+            arguments.predictor,
+            settings,
+            arguments.tables,
+            arguments.out,
+            splits=splits,
+            command=_command("train", words, arguments),
             on_epoch=lambda done, of, loss: shown.update(f"all rows: {done} of {of}, loss {loss:.4f}"),
-        )  # fmt: skip
+            **_reading(arguments),
+        )
     console.print(written, markup=False, highlight=False)
 
 
 def leaderboard(words: Sequence[str]) -> None:
     """Judge predictors on the same held-out runs, and print tables."""
-    from perfguard_research.leaderboard import as_json, as_markdown, entries, fit_scores, predictions
+    from perfguard_research.leaderboard import as_lists, as_markdown, entries, fit_scores, predictions
 
     parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
@@ -135,11 +140,8 @@ def leaderboard(words: Sequence[str]) -> None:
     names = arguments.predictors.split(",")
     for name in names:
         learner_class(name)
-    tables, splits, settings = _of_common(arguments)
-    runs, found = predictions(
-        tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
-        most_operators=arguments.most_operators,
-    )  # fmt: skip
+    splits, predictors = _splits(arguments), dict.fromkeys(names, _settings(arguments.set))
+    runs, found = predictions(arguments.tables, predictors, splits, **_reading(arguments))
     lines, scores = entries(runs, found), fit_scores(runs, found)
     modes = [(name, getattr(learner_class(name), "mode", "")) for name in names]
     scopes = " ".join(f"`{name}` predicts runs of mode {mode} alone." for name, mode in modes if mode)
@@ -155,7 +157,7 @@ def leaderboard(words: Sequence[str]) -> None:
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8")
-        arguments.out.with_suffix(".json").write_text(as_json(lines, scores) + "\n", encoding="utf-8")
+        arguments.out.with_suffix(".json").write_text(json.dumps(as_lists(lines, scores), indent=1) + "\n", encoding="utf-8")
     print(text)
 
 
@@ -177,17 +179,16 @@ def _add_common(parser: argparse.ArgumentParser, *, splits: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
 
 
-def _of_common(arguments: argparse.Namespace) -> tuple[list[Path], list[str], dict[str, Any]]:
-    """The tables, or samples of them, the splits and the settings."""
-    from perfguard_research.sample import sampled
-
-    splits, tables = arguments.splits.split(","), arguments.tables
+def _splits(arguments: argparse.Namespace) -> list[str]:
+    splits: list[str] = arguments.splits.split(",")
     if unknown := set(splits) - set(_SPLITS):
         raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
-    settings = _settings(arguments.set)
-    if arguments.most_runs is not None:
-        tables = sampled(tables, arguments.most_runs, folder=arguments.cache / "tables")
-    return tables, splits, settings
+    return splits
+
+
+def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How the tables are read."""
+    return {name: getattr(arguments, name) for name in ("cache", "jobs", "most_operators", "most_runs")}
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:

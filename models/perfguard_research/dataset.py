@@ -32,12 +32,11 @@ from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import KIND_INDEX, OpGraph, Phase, TraceCache
 from perfguard.workload import Layout
+from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_models.learner import Arrays
 from perfguard_models.setting import Setting, arithmetic_of
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
-from perfguard_research.papers.layers import FEATURE_SETS
 from perfguard_research.tables import MeasuredRow, parser_of
 
 STEPS = ("workload", "transformer", "collected", "run")
@@ -131,25 +130,32 @@ class Dataset(NamedTuple):
 
 
 def dataset_of(
-    tables: Iterable[Path], view: str | Sequence[str], *, cache: Path, jobs: int = 2, most_operators: int = 60_000, seed: int = 0
+    tables: Iterable[Path],
+    views: Sequence[FeatureSet],
+    *,
+    cache: Path,
+    jobs: int = 2,
+    most_operators: int = 60_000,
+    most_runs: int | None = None,
 ) -> Dataset:
-    """The runs of ``tables``, seen as ``view`` (the name of one of FEATURE_SETS, or several).
+    """The runs of ``tables``, seen as ``views``.
 
     Args:
         tables: tables of runs, of any of ALL_TABLES.
-        view: what the predictor reads.
+        views: what the predictor reads.
         cache: a folder for graphs.
         jobs: number of processes for traces and views.
-        most_operators: the most rows of an operator table, drawn with ``seed``. Such tables have many similar rows.
-        seed: of that draw.
+        most_operators: the most rows of an operator table. Such tables have many similar rows.
+        most_runs: the most rows of each other table; None: all.
 
     Raises:
         TableError: if a table cannot be read or is of no known kind.
     """
-    look = functools.partial(_look, names=(view,) if isinstance(view, str) else tuple(view), cache=cache / "graphs")
+    look = functools.partial(_look, views=views, cache=cache / "graphs")
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
-        rows, rejected = _read(table, most_operators, seed)
+        rows, rejected = _read(table)
+        rows = drawn(rows, most_operators if "operator" in {row.table for row in rows} else most_runs)
         cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
         dataset.rejected.extend(rejected)
         networks = _by_network(rows)
@@ -164,15 +170,15 @@ def dataset_of(
 def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, Device, OpGraph]]:
     """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph."""
     for table in tables:
-        for rows in _by_network(_read(table, 0, 0)[0]):
-            runs = [_run(row, {}) for row in rows]
-            if any(map(wanted, runs)):
-                for run, (row, graph) in zip(runs, _graphs(rows, cache / "graphs"), strict=True):
-                    if isinstance(graph, OpGraph) and wanted(run):
-                        yield run, row.device, graph
+        for rows in _by_network(_read(table)[0]):
+            if any(wanted(_run(row, {})) for row in rows):
+                for graph, members in _graphs(rows, cache / "graphs"):
+                    runs = [(_run(row, {}), row.device) for row in members]
+                    if isinstance(graph, OpGraph):
+                        yield from ((run, device, graph) for run, device in runs if wanted(run))
 
 
-def _read(table: Path, most_operators: int, seed: int) -> tuple[list[MeasuredRow], list[str]]:
+def _read(table: Path) -> tuple[list[MeasuredRow], list[str]]:
     """The rows of a table that can be used, and why others cannot."""
     columns, raw = read_table(table)
     parse = parser_of(columns, table)
@@ -197,9 +203,24 @@ def _read(table: Path, most_operators: int, seed: int) -> tuple[list[MeasuredRow
         else:
             seen.add(text)
             rows.append(row)
-    if "op" in columns and len(rows) > most_operators:
-        rows = random.Random(seed).sample(rows, most_operators)
     return rows, rejected
+
+
+def drawn(rows: Sequence[MeasuredRow], most: int | None, *, seed: int = 0) -> list[MeasuredRow]:
+    """At most ``most`` rows of a table; None: all.
+
+    Of operators any rows are drawn, of steps whole networks: so each is traced once, and its batches stay neighbours.
+    """
+    if most is None or len(rows) <= most:
+        return list(rows)
+    if isinstance(rows[0].network, Operator):
+        return random.Random(seed).sample(rows, most)
+    networks = {str(members[0].structure): members for members in _by_network(rows)}
+    chosen: list[MeasuredRow] = []
+    for name in random.Random(seed).sample(sorted(networks), len(networks)):
+        if len(chosen) + len(networks[name]) <= most:
+            chosen += networks[name]
+    return chosen
 
 
 def _absurd(row: MeasuredRow) -> str:
@@ -229,11 +250,10 @@ def _prepare_worker() -> None:
     warnings.simplefilter("ignore")
 
 
-def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[MeasuredRow, OpGraph | str]]:
-    """Yield each row of one network with its graph, or with the reason why it has no graph. They are traced once."""
+def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[OpGraph | str, list[MeasuredRow]]]:
+    """Yield each graph of one network, or the reason why there is none, with its rows. They are traced once."""
     if isinstance(rows[0].network, Operator):  # written down, not traced
-        for row in rows:
-            yield row, row.graph(None, TraceCache(), row.device)
+        yield from ((row.graph(None, TraceCache(), row.device), [row]) for row in rows)
         return
     what = "3", rows[0].structure, sorted({_member(row) for row in rows})  # 3: the format of archives
     path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
@@ -242,9 +262,7 @@ def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[Measured
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
         for name, members in itertools.groupby(rows, key=_member):
-            found = OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode()
-            for row in members:
-                yield row, found
+            yield OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode(), list(members)
 
 
 def _member(row: MeasuredRow) -> str:
@@ -266,18 +284,20 @@ def _trace(rows: Sequence[MeasuredRow], path: Path) -> None:
     gc.collect()
 
 
-def _look(rows: Sequence[MeasuredRow], names: tuple[str, ...], cache: Path) -> list[Run | str]:
+def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path) -> list[Run | str]:
     """The runs of a network, or the reasons why there are none."""
     found: list[Run | str] = []
-    previous: tuple[OpGraph, Device, Arrays] | None = None
-    for row, graph in _graphs(rows, cache):
+    for graph, members in _graphs(rows, cache):
         if isinstance(graph, str):
-            found.append(graph)
+            found += [graph] * len(members)
             continue
-        if previous is None or previous[0] is not graph or previous[1] != row.device:
-            views = [FEATURE_SETS[name].compute(graph, row.device) for name in names]
-            previous = graph, row.device, {name: values for view in views for name, values in view.items()}
-        found.append(_run(row, previous[2]))
+        on_device: dict[str, Arrays] = {}  # by its figures
+        for row in members:
+            device = row.device
+            if repr(device) not in on_device:
+                features = [view.compute(graph, device) for view in views]
+                on_device[repr(device)] = {name: values for one in features for name, values in one.items()}
+            found.append(_run(row, on_device[repr(device)]))
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -25,9 +24,10 @@ import torch
 from rich.progress import track
 
 from perfguard.guard import DEFAULT_RISK
-from perfguard_models.learner import TARGETS, predict_with_spread, share_of
+from perfguard_models.features import FeatureSet
+from perfguard_models.learner import share_of
 from perfguard_research.dataset import Fold, Run, dataset_of, folds
-from perfguard_research.intervals import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
+from perfguard_research.intervals import FoldPredictions, SplitPredictions, judged
 from perfguard_research.learners import identity_of, learner_class
 from perfguard_research.memory_forest import bracketed
 
@@ -66,23 +66,18 @@ def predictions(
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
+    most_runs: int | None = None,
 ) -> tuple[list[Run], SplitPredictions]:
-    """The runs, and for each split and predictor the folds with the predictions for the test runs.
+    """The runs of ``tables``, and for each split and predictor the folds with the predictions for the test runs.
 
-    Args:
-        tables: tables of runs. Any kind that can be learnt from.
-        predictors: names and settings.
-        splits: names of splits. Known are "family", "source", "gpu" and "random".
-        cache: a folder for graphs, views and predictions.
-        jobs: processes.
-        most_operators: rows of an operator table that are taken.
+    ``predictors`` has the settings by name. ``cache`` is a folder for graphs and predictions. See :func:`dataset_of`.
     """
-    by_views: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    by_views: defaultdict[tuple[FeatureSet, ...], list[str]] = defaultdict(list)
     for name in predictors:
         by_views[learner_class(name).views].append(name)
     runs, found = list[Run](), dict[tuple[str, str], FoldPredictions]()
     for views, names in by_views.items():
-        seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
+        seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs).runs
         runs = runs or seen
         for name in names:
             found |= predictions_of(name, predictors[name], seen, splits, cache=cache, jobs=jobs)
@@ -130,9 +125,8 @@ def _fit_and_predict(name: str, settings: dict[str, Any], work: tuple[Fold, Path
     fold, place = work
     learner = learner_class(name)(**settings)
     learner.fit([_runs[index] for index in fold.learn])
-    predicted, spread = predict_with_spread(learner, [_runs[index] for index in fold.judge])
-    stored = {**predicted, **{f"spread {target}": values for target, values in spread.items()}}
-    torch.save({target: torch.from_numpy(np.asarray(values)) for target, values in stored.items()}, place.with_suffix(".part"))
+    predicted = learner.predict([_runs[index] for index in fold.judge])
+    torch.save({target: torch.from_numpy(np.asarray(values)) for target, values in predicted.items()}, place.with_suffix(".part"))
     place.with_suffix(".part").replace(place)
 
 
@@ -151,41 +145,34 @@ def label_of(run: Run) -> str:
 
 def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Run], str] = label_of) -> list[Entry]:
     """The errors of every predictor by split, group and quantity."""
-    lines = []
+    found_lines = []
     for (split, predictor), predictions in found.items():
-        # Of each prediction: its fold, its error, whether its interval holds the measurement (NaN: no interval), and the width.
-        groups: defaultdict[tuple[str, str], list[tuple[int, float, float, float]]] = defaultdict(list)
-        sigmas = log_sigmas_of(runs, split, predictions)
-        for at, (fold, predicted) in enumerate(predictions):
-            for position, index in enumerate(fold.judge):
-                run = runs[index]
-                for target in TARGETS:
-                    if target in run.labels and np.isfinite(value := float(predicted[target][position])):
-                        label = run.labels[target]
-                        half = _Z * float(sigmas[at][target][position]) if target in CALIBRATED else math.nan
-                        inside = math.nan if math.isnan(half) else float(abs(label - value) <= half)
-                        width = math.exp(half) - math.exp(-half)
-                        groups[group_of(run), target].append((at, error_of(target, value, label), inside, width))
-        lines += [_entry(split, predictor, name, target, some) for (name, target), some in groups.items()]
-    return lines
-
-
-def _entry(split: str, predictor: str, name: str, target: str, some: Sequence[tuple[int, float, float, float]]) -> Entry:
-    folds, errors, inside, width = np.array(some).T
-    has_intervals = not np.isnan(inside).all()
-    return Entry(
-        split=split,
-        group=name,
-        quantity=_QUANTITIES[target],
-        predictor=predictor,
-        rows=len(errors),
-        mean=float(errors.mean()),
-        median=float(np.median(errors)),
-        p90=float(np.quantile(errors, 0.9)),
-        spread=float(np.std([errors[folds == fold].mean() for fold in np.unique(folds)])),
-        coverage=float(np.nanmean(inside)) if has_intervals else math.nan,
-        width=float(np.nanmedian(width)) if has_intervals else math.nan,
-    )
+        lines = judged(runs, split, predictions)
+        lines = lines[np.isfinite(lines["predicted"]) & lines["measured"].notna()]
+        half = _Z * lines["log_sigma"]
+        lines = lines.assign(
+            group=[group_of(runs[at]) for at in lines["run"]],
+            error=list(map(error_of, lines["target"], lines["predicted"], lines["measured"])),
+            inside=((lines["predicted"] - lines["measured"]).abs() <= half).astype(float).where(half.notna()),
+            width=np.exp(half) - np.exp(-half),
+        )
+        for (group, target), own in lines.groupby(["group", "target"], sort=False):
+            found_lines.append(
+                Entry(
+                    split=split,
+                    group=group,
+                    quantity=_QUANTITIES[target],
+                    predictor=predictor,
+                    rows=len(own),
+                    mean=float(own["error"].mean()),
+                    median=float(own["error"].median()),
+                    p90=float(own["error"].quantile(0.9)),
+                    spread=float(own.groupby("fold")["error"].mean().std(ddof=0)),
+                    coverage=float(own["inside"].mean()),
+                    width=float(own["width"].median()),
+                )
+            )
+    return found_lines
 
 
 def error_of(target: str, predicted: float, measured: float) -> float:
@@ -218,60 +205,45 @@ def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> dict[tuple[str, 
     pairs = bracketed(runs)
     scores = {}
     for (split, predictor), predictions in found.items():
-        groups: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for (fold, predicted), sigma in zip(predictions, log_sigmas_of(runs, split, predictions), strict=True):
-            for position, index in enumerate(fold.judge):
-                run, value = runs[index], float(predicted["memory"][position])
-                if run.table != "workload" or not math.isfinite(value):
-                    continue
-                limit, risky = math.log(run.capacity_bytes), value + _AT_RISK * float(sigma["memory"][position])
-                fails = float(value > limit)
-                flags = groups[f"{run.gpu} {run.mode}"]
-                flags[_outcome(run)].append(fails)
-                flags[f"{_outcome(run)} at risk"].append(math.nan if math.isnan(risky) else float(risky > limit))
-                ok, failed = pairs[run.gpu, run.structure]
-                if index in (ok, failed) and ok is not None and failed is not None:
-                    flags[f"pair {_outcome(run)}"].append(fails)
-        for name, flags in groups.items():
-            if flags["failed"]:
-                both = 1 - _mean(flags["pair fits"]), _mean(flags["pair failed"])
-                scores[split, name, predictor] = FitScore(
-                    failed=len(flags["failed"]),
-                    caught=_mean(flags["failed"]),
-                    fitting=len(flags["fits"]),
-                    pruned=_mean(flags["fits"]),
-                    caught_at_risk=_mean(flags["failed at risk"]),
-                    pruned_at_risk=_mean(flags["fits at risk"]),
-                    pairs=len(flags["pair failed"]),
-                    balanced=sum(both) / 2,
+        lines = judged(runs, split, predictions)
+        is_workload = np.array([runs[at].table == "workload" for at in lines["run"]], dtype=bool)
+        lines = lines[(lines["target"] == "memory") & np.isfinite(lines["predicted"]) & is_workload]
+        own = [runs[at] for at in lines["run"]]
+        around = [pairs[run.gpu, run.structure] for run in own]
+        limit, risky = np.log([run.capacity_bytes for run in own]), lines["predicted"] + _AT_RISK * lines["log_sigma"]
+        lines = lines.assign(
+            name=[f"{run.gpu} {run.mode}" for run in own],
+            fits=np.array([run.fits for run in own], dtype=bool),
+            refused=lines["predicted"] > limit,
+            at_risk=(risky > limit).astype(float).where(risky.notna()),
+            is_paired=[None not in pair and at in pair for at, pair in zip(lines["run"], around, strict=True)],
+        )
+        for name, group in lines.groupby("name", sort=False):
+            fitting, failed = group[group["fits"]], group[~group["fits"]]
+            if len(failed):
+                caught, pruned = (part[part["is_paired"]]["refused"].mean() for part in (failed, fitting))
+                scores[split, str(name), predictor] = FitScore(
+                    failed=len(failed),
+                    caught=float(failed["refused"].mean()),
+                    fitting=len(fitting),
+                    pruned=float(fitting["refused"].mean()),
+                    caught_at_risk=float(failed["at_risk"].mean(skipna=False)),
+                    pruned_at_risk=float(fitting["at_risk"].mean(skipna=False)),
+                    pairs=int(failed["is_paired"].sum()),
+                    balanced=float(caught + 1 - pruned) / 2,
                 )
     return scores
-
-
-def _outcome(run: Run) -> str:
-    return "fits" if run.fits else "failed"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
 
 
 def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore], order: Sequence[str]) -> str:
     """Tables for a person: a row for each group, a column for each predictor."""
     text: list[str] = []
-    for split in dict.fromkeys(line.split for line in lines):
-        own = [line for line in lines if line.split == split]
-        for quantity in dict.fromkeys(line.quantity for line in own):
-            cells = {(line.group, line.predictor): line for line in own if line.quantity == quantity}
-            text += [f"### {quantity}, split by {split}", "", *_table(cells, order, ("rows",), _errors), ""]
-            known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
-            if known:
-                text += [
-                    f"### 90% intervals of {quantity}, split by {split}",
-                    "",
-                    *_table(known, order, ("rows",), _interval),
-                    "",
-                ]
+    for split, quantity in dict.fromkeys((line.split, line.quantity) for line in lines):
+        cells = {(line.group, line.predictor): line for line in lines if (line.split, line.quantity) == (split, quantity)}
+        text += [f"### {quantity}, split by {split}", "", *_table(cells, order, ("rows",), _errors), ""]
+        known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
+        if known:
+            text += [f"### 90% intervals of {quantity}, split by {split}", "", *_table(known, order, ("rows",), _interval), ""]
     for split in dict.fromkeys(key[0] for key in scores):
         fits = {key[1:]: score for key, score in scores.items() if key[0] == split}
         text += [f"### What fits, split by {split}", "", *_table(fits, order, ("failed", "fitting", "pairs"), _fits), ""]
@@ -309,16 +281,16 @@ def _fits(score: FitScore) -> str:
     return f"{score.caught:.1%} / {score.pruned:.1%}; {at_risk}; {'-' if math.isnan(score.balanced) else f'{score.balanced:.1%}'}"
 
 
-def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> str:
-    """Errors and scores as JSON."""
+def as_lists(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> dict[str, list[dict[str, Any]]]:
+    """Errors and scores for JSON."""
     fits = [
-        {"split": split, "group": group, "predictor": name, **rounded(score._asdict())}
+        {"split": split, "group": group, "predictor": name, **_rounded(score._asdict())}
         for (split, group, name), score in scores.items()
     ]
-    return json.dumps({"errors": [rounded(line._asdict()) for line in lines], "fits": fits}, indent=1)
+    return {"errors": [_rounded(line._asdict()) for line in lines], "fits": fits}
 
 
-def rounded(values: dict[str, Any]) -> dict[str, Any]:
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
     """Round to four decimals for JSON. NaN and infinity become null."""
     return {
         key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -51,6 +51,18 @@ def shuffled(number: int, seed: int, epoch: int) -> list[int]:
     order = list(range(number))
     random.Random(seed * 1_000_003 + epoch).shuffle(order)
     return order
+
+
+def batches(sizes: Sequence[int], order: Iterable[int], most: int) -> Iterator[list[int]]:
+    """The indices of ``order``, cut where the sizes so far reach ``most``."""
+    chosen: list[int] = []
+    for index in order:
+        chosen.append(index)
+        if sum(sizes[at] for at in chosen) >= most:
+            yield chosen
+            chosen = []
+    if chosen:
+        yield chosen
 
 
 _WHERE = {  # modules and classes by name; they are imported late, because they import this module

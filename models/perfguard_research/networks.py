@@ -73,11 +73,11 @@ class Network:
         Raises:
             TableError: if it cannot be built, with the reason.
         """
-        kind, name = self._kind_and_name()
+        kind = self._kind
         if self.checkpointing and not kind.checkpoints:
             raise TableError(f"Checkpointing of {self.name!r} is not modelled.")
         try:
-            return kind.make(self, name)
+            return kind.make(self)
         except TableError:
             raise
         except Exception as error:
@@ -94,27 +94,32 @@ class Network:
         Raises:
             TableError: if the input is not what such a model takes.
         """
-        kind, name = self._kind_and_name()
         try:
-            batch = kind.batch(self, name, batch_size, train)
+            batch = self._kind.batch(self, batch_size, train)
         except KeyError as error:
             raise TableError(f"column 'input' must hold {error} for {self.name!r}, but is {dict(self.input)}") from error
         return Batch(batch.inputs, None, mean_of) if self.name.startswith("cs336:") and not optimizes else batch
 
-    def _kind_and_name(self) -> tuple[_Kind, str]:
-        prefix, _, name = self.name.partition(":")
+    @property
+    def bare_name(self) -> str:
+        """The name without its prefix."""
+        return self.name.partition(":")[2]
+
+    @property
+    def _kind(self) -> _Kind:
+        prefix = self.name.partition(":")[0]
         key = self.name if prefix == "perfguard" else prefix
         if key not in _KINDS:
             raise TableError(f"The model {self.name!r} has no known prefix. Known are {', '.join(_KINDS)}.")
-        return _KINDS[key], name
+        return _KINDS[key]
 
 
 class _Kind(NamedTuple):
     """How the networks of one prefix are built and fed."""
 
-    make: Callable[[Network, str], nn.Module]
-    batch: Callable[[Network, str, int, bool], Batch]
-    """(network, name, batch size, whether it trains) → one batch."""
+    make: Callable[[Network], nn.Module]
+    batch: Callable[[Network, int, bool], Batch]
+    """(network, batch size, whether it trains) → one batch."""
     checkpoints: bool = False
     """Whether activation checkpointing is modelled."""
 
@@ -155,16 +160,16 @@ def _classes(n: int, train: bool, inputs: Any) -> Batch:
 
 
 def _pixels(network: Network) -> tuple[int, int]:
-    size = network.input["image"]
+    size = network.config.get("img_size") or network.input["image"]
     height, width = size if isinstance(size, list) else (size, size)
     return height, width
 
 
-def _images(network: Network, name: str, n: int, train: bool) -> Batch:
+def _images(network: Network, n: int, train: bool) -> Batch:
     return _classes(n, train, (n, 3, *_pixels(network)))
 
 
-def _tokens(network: Network, name: str, n: int, train: bool) -> Batch:
+def _tokens(network: Network, n: int, train: bool) -> Batch:
     tokens = TensorSpec((n, network.input["seq_len"]), "int64")
     return Batch(tokens, tokens if train else None, _next_token_loss)
 
@@ -177,7 +182,7 @@ _LABELS: dict[str, Callable[[int, int], dict[str, tuple[int, ...]]]] = {  # by w
 }
 
 
-def _of_huggingface(network: Network, name: str, n: int, train: bool) -> Batch:
+def _of_huggingface(network: Network, n: int, train: bool) -> Batch:
     """The model's own loss where its class has one, else the mean of its first output."""
     if "image" in network.input:
         length, inputs = 0, dict[str, Any](pixel_values=TensorSpec((n, 3, *_pixels(network))))
@@ -186,15 +191,14 @@ def _of_huggingface(network: Network, name: str, n: int, train: bool) -> Batch:
         inputs = {"input_ids": TensorSpec((n, network.input["seq_len"]), "int64")}
         if "target_len" in network.input:
             inputs["decoder_input_ids"] = TensorSpec((n, length), "int64")
-    if "/" in name:  # an id of the hub: a language model
-        name = "CausalLM"
+    name = "CausalLM" if "/" in network.bare_name else network.bare_name  # an id of the hub is a language model
     labels = next((shapes(n, length) for words, shapes in _LABELS.items() if re.search(words, name)), None)
     if not train or labels is None:
         return Batch(inputs, None, mean_of)
     return Batch(inputs | {key: TensorSpec(shape, "int64") for key, shape in labels.items()})
 
 
-def _latents(network: Network, name: str, n: int, train: bool) -> Batch:
+def _latents(network: Network, n: int, train: bool) -> Batch:
     """Noise predicted at one time step, under a text."""
     latent, channels = network.input["latent"], network.config.get("in_channels", 4)
     image = TensorSpec((n, channels, latent, latent))
@@ -240,7 +244,8 @@ def timm_model(name: str, size: int | None = None, *, fused_attention: bool = Tr
         timm.layers.set_fused_attn(True)
 
 
-def _timm(network: Network, name: str) -> Any:
+def _timm(network: Network) -> Any:
+    name = network.bare_name
     if not re.fullmatch(r"[\w.]+", name):  # timm would fetch "hf-hub:..." from the network
         raise TableError(f"{name!r} is no architecture of timm's.")
     height, width = _pixels(network)
@@ -251,7 +256,8 @@ def _timm(network: Network, name: str) -> Any:
     return model
 
 
-def _torchvision(network: Network, name: str) -> Any:
+def _torchvision(network: Network) -> Any:
+    name = network.bare_name
     if name.startswith("detection."):
         raise TableError("A detection model of torchvision is not modelled: its operators depend on the boxes that it finds.")
     get_model = _library("torchvision.models", "torchvision").get_model
@@ -285,8 +291,8 @@ _HUB = {  # what an id of the hub holds, or else the family: the first that fits
 }
 
 
-def _huggingface(network: Network, name: str) -> Any:
-    transformers = _library("transformers", "transformers")
+def _huggingface(network: Network) -> Any:
+    transformers, name = _library("transformers", "transformers"), network.bare_name
     if "/" in name:
         words = f"{name} {network.family}".lower()
         name = next((cls for pattern, cls in _HUB.items() if re.search(pattern, words)), name)
@@ -306,16 +312,18 @@ def _huggingface(network: Network, name: str) -> Any:
     return model
 
 
-def _diffusers(network: Network, name: str) -> Any:
-    cls = getattr(_library("diffusers", "diffusers"), name)
+def _diffusers(network: Network) -> Any:
+    cls = getattr(_library("diffusers", "diffusers"), network.bare_name)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TableError(f"diffusers has no network {name!r}.")
+        raise TableError(f"diffusers has no network {network.bare_name!r}.")
     return cls(**network.config)
 
 
-def _kuangliu(network: Network, name: str) -> Any:
+def _kuangliu(network: Network) -> Any:
     """torchvision's ResNet with the stem of the CIFAR variant (kuangliu/pytorch-cifar): 3x3, stride 1, no pooling."""
-    model: Any = _library("torchvision.models", "torchvision").get_model(name.lower(), weights=None, **network.config)
+    model: Any = _library("torchvision.models", "torchvision").get_model(
+        network.bare_name.lower(), weights=None, **network.config
+    )
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model
 
@@ -369,7 +377,7 @@ class ConvBlock(nn.Module):
         return x + y if self.is_residual else y
 
 
-def _cnn(network: Network, name: str) -> nn.Module:
+def _cnn(network: Network) -> nn.Module:
     sizes, width = network.config, network.config["width"]
     blocks = (ConvBlock(width, 2 if at in sizes["down"] else 1, sizes) for at in range(sizes["depth"]))
     return _classified(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), width=width, sizes=sizes)
@@ -404,7 +412,7 @@ class Cell(nn.Module):
         return nodes[-1]
 
 
-def _cells(network: Network, name: str) -> nn.Module:
+def _cells(network: Network) -> nn.Module:
     sizes, width = network.config, network.config["width"]
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
     for stage in range(3):
@@ -429,7 +437,7 @@ class Recurrent(nn.Module):
         return out
 
 
-def _mlp(network: Network, name: str) -> nn.Module:
+def _mlp(network: Network) -> nn.Module:
     sizes, before, blocks = network.config, network.config["inputs"], list[nn.Module]()
     for _ in range(sizes["depth"]):
         layers: list[nn.Module] = [nn.Linear(before, sizes["width"])]
@@ -459,20 +467,15 @@ def _layer(kind: str, inputs: int, outputs: int) -> nn.Module:
     return make()
 
 
-def _perceptron(network: Network, name: str) -> nn.Module:
+def _perceptron(network: Network) -> nn.Module:
     """The layers in their order, as GPUMemNet writes them: kind and number of features of each."""
     kinds, widths = zip(*network.config["layers"], strict=True)
     return nn.Sequential(*map(_layer, kinds, (network.config["inputs"], *widths), widths))
 
 
-def _sized(*names: str) -> Callable[[Network, str, int, bool], Batch]:
+def _sized(*names: str) -> Callable[[Network, int, bool], Batch]:
     """Batches of classified samples, whose shape has the sizes of these names."""
-    return lambda network, _, n, train: _classes(n, train, (n, *(network.config[name] for name in names)))
-
-
-def _own_images(network: Network, name: str, n: int, train: bool) -> Batch:
-    size = network.config["img_size"]
-    return _classes(n, train, (n, 3, size, size))
+    return lambda network, n, train: _classes(n, train, (n, *(network.config[name] for name in names)))
 
 
 _KINDS: dict[str, _Kind] = {
@@ -481,10 +484,10 @@ _KINDS: dict[str, _Kind] = {
     "hf": _Kind(_huggingface, _of_huggingface, checkpoints=True),
     "diffusers": _Kind(_diffusers, _latents),
     "kuangliu": _Kind(_kuangliu, _images),
-    "cs336": _Kind(lambda network, _: BasicsTransformerLM(network.config), _tokens),
-    "perfguard:cnn": _Kind(_cnn, _own_images, checkpoints=True),
-    "perfguard:cells": _Kind(_cells, _own_images, checkpoints=True),
+    "cs336": _Kind(lambda network: BasicsTransformerLM(network.config), _tokens),
+    "perfguard:cnn": _Kind(_cnn, _images, checkpoints=True),
+    "perfguard:cells": _Kind(_cells, _images, checkpoints=True),
     "perfguard:mlp": _Kind(_mlp, _sized("inputs"), checkpoints=True),
     "perfguard:perceptron": _Kind(_perceptron, _sized("inputs")),
-    "perfguard:recurrent": _Kind(lambda network, _: Recurrent(network.config), _sized("length", "inputs")),
+    "perfguard:recurrent": _Kind(lambda network: Recurrent(network.config), _sized("length", "inputs")),
 }

@@ -133,6 +133,7 @@ class TrainableStepTime(StepTime):
             lr=rate,
         )
         weight = _weights_of(runs)
+        sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
         steps = sum(len(_batches(runs, _seed_of(seed, epoch))) for epoch in range(epochs))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [rate, _MACHINE_RATE], total_steps=steps, pct_start=0.2)
         network.train()
@@ -141,11 +142,14 @@ class TrainableStepTime(StepTime):
             for batch in _batches(runs, _seed_of(seed, epoch)):
                 some = [runs[index] for index in batch]
                 packed = self.pack(some)
-                error = self._errors(network, machines, some, packed)
+                clocks: Clocks = network(packed)
+                measured = torch.tensor([run.labels["time"] for run in some])
+                error = clocks.log_step_s(packed.is_launch, machines.of(some), smooth=True) - measured
                 own = weight[batch]
                 huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
                 loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
-                loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
+                prior = (machines.factor / sigma).square().sum() / 2
+                loss = loss + prior * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
                 loss = loss + _HALF_LAW * self._half_over_tf32(network, packed)
                 optimizer.zero_grad()
                 loss.backward()
@@ -156,12 +160,6 @@ class TrainableStepTime(StepTime):
             if on_epoch is not None:
                 on_epoch(epoch + 1, epochs, total / len(runs))
         network.eval()
-
-    def _errors(self, network: GraphNetwork, machines: _Machines, runs: Sequence[Run], packed: Packed) -> torch.Tensor:
-        """log(predicted / measured). Shape: (len(runs),)."""
-        measured = torch.tensor([run.labels["time"] for run in runs])
-        clocks: Clocks = network(packed)
-        return clocks.log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
 
     def _half_over_tf32(self, network: GraphNetwork, packed: Packed) -> torch.Tensor:
         """How much longer products take in half precision than in TF32, which no law allows. Shape: ().
@@ -185,10 +183,6 @@ class TrainableStepTime(StepTime):
             both.append(log_roofline + network.log_inefficiency_alone(self.standardised(rows), names))
         return torch.relu(both[0].detach() - both[1]).square().mean()
 
-    def _prior(self, machines: _Machines) -> torch.Tensor:
-        sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
-        return (machines.factor / sigma).square().sum() / 2
-
 
 def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
     """Steps for rehearsal, of as many groups as can be. Small graphs come first: they ship with the weights."""
@@ -199,7 +193,7 @@ def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
         by_group.setdefault(run.group, []).append(run)
     found: list[Step] = []
     while len(found) < min(_REFERENCE, len(small)):
-        found += [Step(own[0].gpu, False, own.pop(0).view) for own in by_group.values() if own]
+        found += [Step(False, own.pop(0).view) for own in by_group.values() if own]
     return found[:_REFERENCE]
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from perfguard.exceptions import ConfigurationError, TableError
-from perfguard_models.calibration import NEW_GPU
+from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.learner import Learner
 from perfguard_models.step_time import StepTime
 from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_research.dataset import Run, dataset_of
-from perfguard_research.intervals import calibrated, errors_of
-from perfguard_research.leaderboard import entries, fit_scores, predictions_of, rounded
+from perfguard_research.intervals import calibrated, judged
+from perfguard_research.leaderboard import as_lists, entries, fit_scores, predictions_of
 from perfguard_research.learners import OnEpoch, learner_class
-from perfguard_research.papers.layers import FEATURE_SETS
 
 _FEWEST_RUNS = 20
 _ON_NEW_GPUS = 4.0
@@ -41,6 +41,7 @@ def train_and_write(
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
+    most_runs: int | None = None,
     on_epoch: OnEpoch = lambda done, of, loss: None,
 ) -> str:
     """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs alone it is OUT/cpu-NAME, but not for step-time.
@@ -56,10 +57,10 @@ def train_and_write(
     """
     kind = learner_class(name)
     try:
-        kind(**settings)
+        learner = kind(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{name} does not take these settings: {error}") from error
-    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators)
+    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs)
     own = [run for run in dataset.runs if run.table in kind.tables]
     if len(own) < _FEWEST_RUNS:
         known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
@@ -75,9 +76,8 @@ def train_and_write(
     started = time.monotonic()
     runs = dataset.runs
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
-    learner = kind(**settings)
     learner.fit(own, on_epoch=on_epoch)
-    errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
+    held_out = [judged(runs, split, predictions) for (split, _), predictions in found.items()]
     used = _used(learner, own)
     card = {
         "version": 1,
@@ -88,17 +88,13 @@ def train_and_write(
         "left_out": dataset.rejections(),
         "command": command,
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
-        "errors": [rounded(line._asdict()) for line in entries(runs, found)],
-        "fits": [
-            {"split": split, "group": group, **rounded(score._asdict())}
-            for (split, group, _), score in fit_scores(runs, found).items()
-        ],
+        **as_lists(entries(runs, found), fit_scores(runs, found)),
     }
-    calibration = calibrated(errors)
+    calibration = calibrated(pd.concat(held_out, ignore_index=True)) if held_out else Calibration({}, {})
     if "gpu" not in splits:
         scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
         calibration = calibration._replace(scale={**scale, **calibration.scale})
-    write_trained(out / stem, name, learner, card, calibration, feature_sets=FEATURE_SETS)
+    write_trained(out / stem, name, learner, card, calibration)
     size = (out / stem).with_suffix(".safetensors").stat().st_size
     return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 

@@ -121,7 +121,7 @@ def with_header(data: bytes, **fields: object) -> bytes:
     ],
 )
 def test_damaged_weights_are_refused(damage: Callable[[bytes], bytes]) -> None:
-    with pytest.raises(PredictorError, match="Fine-tuned weights cannot be used"):
+    with pytest.raises(PredictorError, match="Fine-tuned weights do not fit"):
         FineTuned.from_bytes(damage(tuned().to_bytes()), learner())
 
 

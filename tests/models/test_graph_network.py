@@ -16,7 +16,7 @@ A100 = resolve_device("a100")
 
 
 def step_of(graph: OpGraph) -> Step:
-    return Step(A100.id, False, launches(graph, A100))
+    return Step(False, launches(graph, A100))
 
 
 def network_of(rounds: int, seed: int = 0) -> tuple[StepTime, GraphNetwork]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from perfguard import OpGraph, TensorSpec, Workload, resolve_device, trace
 from perfguard_models import trained
-from perfguard_models.graph_network import Clocks, PathTimes
+from perfguard_models.graph_network import Clocks
 from perfguard_models.learner import Step
 from perfguard_models.step_time import StepTime
 from perfguard_models.trained import read_trained
@@ -131,7 +131,7 @@ def test_step_on_cpu_takes_the_sum_of_all_times(smooth: bool) -> None:
     found = clocks.log_step_s(is_launch, torch.tensor([math.log(2), 0.0]), smooth=smooth).exp()
     expected = [2 * (sum(host) + 100e-6) + sum(device) + 7e-6 for host, device in zip(host_s, device_s, strict=True)]
     assert found.tolist() == pytest.approx(expected)
-    path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+    path = clocks.longest_path()
     assert path.total_s.tolist() == pytest.approx(clocks.log_step_s(is_launch, torch.zeros(2)).exp().tolist())
 
 

@@ -13,6 +13,8 @@ from perfguard import resolve_device
 from perfguard.cli import main
 from perfguard.devices import Device
 from perfguard.exceptions import TableError
+from perfguard_models.features.launches import LAUNCHES
+from perfguard_models.features.step import SUMS
 from perfguard_research.collect.loop import COLUMNS
 from perfguard_research.dataset import dataset_of
 from perfguard_research.tables import kind_of_table, parser_of, read_rows
@@ -77,7 +79,7 @@ def test_row_of_a_processor_needs_its_figures_to_be_learnt_from(tmp_path: Path) 
         "peak_memory_mib": "0.5",
     }
     rows = [on_cpu, on_cpu | {"device": figures_of(TOY_CPU)}, on_cpu | {"device": figures_of(FAST_CPU)}]
-    dataset = dataset_of([write(tmp_path / "rows.csv", rows)], "launches", cache=tmp_path / "cache", jobs=1)
+    dataset = dataset_of([write(tmp_path / "rows.csv", rows)], [LAUNCHES], cache=tmp_path / "cache", jobs=1)
     assert dataset.rejected == ["a CPU without its figures, which `perfguard collect` writes"]
     assert [(run.table, run.gpu, set(run.labels)) for run in dataset.runs] == [("collected", "cpu", {"memory", "time"})] * 2
     assert dataset.cpus == {"Toy", "Fast"}
@@ -100,7 +102,7 @@ def test_predictors_learn_from_collected_rows(tmp_path: Path) -> None:
     large = ROW | {"batch_size": str(2**18)}
     rows = [ROW, large | {"status": "oom", "step_time_ms": ""}, large | {"status": "failed"}]
     table = write(tmp_path / "rows.csv", rows)
-    dataset = dataset_of([table], "sums", cache=tmp_path / "cache", jobs=1)
+    dataset = dataset_of([table], [SUMS], cache=tmp_path / "cache", jobs=1)
     assert dataset.rejected == ["status 'failed'"]
     fitting, failing = sorted(dataset.runs, key=lambda run: run.batch_size)
     assert (fitting.table, fitting.variant, fitting.fits) == ("collected", "amp-bf16 nchw", True)

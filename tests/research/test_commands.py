@@ -14,9 +14,8 @@ from perfguard.devices import resolve_device
 from perfguard.graph import TraceCache, work_s
 from perfguard_models import guardnet
 from perfguard_research.csv_rows import read_table
-from perfguard_research.dataset import Fold, Run
+from perfguard_research.dataset import Fold, Run, drawn
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
-from perfguard_research.sample import sampled
 from perfguard_research.tables import parser_of
 from tests.rows import write
 
@@ -99,25 +98,15 @@ def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -
     assert sum(bool(group["time"]) for group in groups) == 6  # three cards, two sources
 
 
-def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path, tmp_path: Path) -> None:
-    _, rows = read_table(table_of_runs)
-    chosen, again = (read_table(sampled([table_of_runs], 80, folder=tmp_path / name)[0])[1] for name in "ab")
-    assert chosen == again
-    networks = Counter(row["config"] for row in chosen)
+def test_a_sample_has_whole_networks_and_is_drawn_alike(table_of_runs: Path) -> None:
+    columns, raw = read_table(table_of_runs)
+    rows = [parser_of(columns, table_of_runs)(row) for row in raw if row["step_time_ms"] != "-1"]
+    chosen = drawn(rows, 80)
+    assert chosen == drawn(rows, 80)
+    networks, every = (Counter(row.structure for row in some) for some in (chosen, rows))
     assert 0 < sum(networks.values()) <= 80
-    every = Counter(row["config"] for row in rows if row["step_time_ms"] != "-1")
-    assert all(every[config] == number for config, number in networks.items())
-    assert sampled([table_of_runs], len(rows), folder=tmp_path) == [table_of_runs]
-
-
-def test_a_sample_of_transformers_keeps_the_configurations_beside_it(tmp_path: Path) -> None:
-    configurations = {name: {"architectures": ["GPT2LMHeadModel"], "n_layer": at} for at, name in enumerate("ab", 1)}
-    (tmp_path / "transformers_configs.json").write_text(json.dumps(configurations))
-    table = tmp_path / "table.csv"
-    table.write_text("model,gpu,mode,batch_size,seq_len,step_time_ms\n" + "".join(f"{m},v100,train,2,16,1\n" for m in "ab"))
-    (sample,) = sampled([table], 1, folder=tmp_path / "samples")
-    (row,) = read_table(sample)[1]
-    assert parser_of(list(row), sample)(row).structure
+    assert all(every[network] == number for network, number in networks.items())
+    assert drawn(rows, len(rows)) == drawn(rows, None) == rows
 
 
 def test_training_without_folds_by_gpu_assumes_wide_intervals_there(table_of_runs: Path, tmp_path: Path) -> None:

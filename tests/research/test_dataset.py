@@ -12,11 +12,13 @@ from torch import nn
 
 from perfguard import Workload, trace
 from perfguard.devices import resolve_device
-from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.features import FeatureSet
+from perfguard_models.features.launches import LAUNCHES
+from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_models.setting import Setting
 from perfguard_research import dataset as module
 from perfguard_research.dataset import Dataset, Run, dataset_of, folds
-from perfguard_research.papers.layers import FEATURE_SETS
+from perfguard_research.papers.layers import LAYERS
 from tests import zoo
 from tests.rows import write
 
@@ -67,7 +69,7 @@ def added(gpu: str, h: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def dataset(table: Path, operators: Path, cache: Path) -> Dataset:
-    return dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
+    return dataset_of([table, operators], (SUMS, LAUNCHES, LAYERS), cache=cache, jobs=1)
 
 
 @needs_timm
@@ -95,7 +97,7 @@ def test_what_was_traced_is_found_again(
         raise AssertionError("traced again")
 
     monkeypatch.setattr(module, "_trace", fail)
-    again = dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
+    again = dataset_of([table, operators], (SUMS, LAUNCHES, LAYERS), cache=cache, jobs=1)
     assert again.rejected == dataset.rejected
     for first, second in zip(dataset.runs, again.runs, strict=True):
         assert first._replace(view={}) == second._replace(view={})
@@ -132,10 +134,10 @@ def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
         folds(runs, "model")
 
 
-@pytest.mark.parametrize("view", ["launches", "sums"])
+@pytest.mark.parametrize("view", [LAUNCHES, SUMS], ids=["launches", "sums"])
 @pytest.mark.parametrize("tf32", ["on", "off", "default"])
 @pytest.mark.parametrize("network", ["conv", "linear", "lstm"])
-def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", "default"], network: str) -> None:
+def test_run_has_the_setting_of_its_graph(view: FeatureSet, tf32: Literal["on", "off", "default"], network: str) -> None:
     # Else the interval of a graph would never be that of the runs like it, and its time would never be known.
     device = resolve_device("a100-sxm-40gb/1g.5gb")
     model, inputs = {
@@ -144,7 +146,7 @@ def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", 
         "lstm": (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
     }[network]
     graph = trace(Workload(model, inputs, mode="infer", tf32=tf32))
-    features = FEATURE_SETS[view].compute(graph, device)
+    features = view.compute(graph, device)
     arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
     run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
     setting = Setting.of(graph, device)
@@ -155,7 +157,7 @@ def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", 
 
 def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
     rows = [added(gpu, h) for gpu in ("a100", "a100-sxm-40gb/1g.5gb") for h in (8, 9)]
-    runs = dataset_of([write(tmp_path / "t.csv", rows)], "sums", cache=tmp_path, jobs=1).runs
+    runs = dataset_of([write(tmp_path / "t.csv", rows)], [SUMS], cache=tmp_path, jobs=1).runs
     assert [run.gpu for run in runs] == ["a100-pcie-40gb"] * 2 + ["a100-sxm-40gb:1g.5gb"] * 2
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perfguard_research.dataset import Fold, Run
-from perfguard_research.intervals import FoldPredictions, errors_of, log_sigmas_of
+from perfguard_research.intervals import FoldPredictions, judged
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
 
 NUMBER = 300
@@ -24,7 +24,7 @@ def runs() -> list[Run]:
     return [run(index, value) for index, value in enumerate(np.random.default_rng(0).normal(20, 0.1, NUMBER))]
 
 
-def judged(runs: list[Run], values: list[float]) -> FoldPredictions:
+def predictions(runs: list[Run], values: list[float]) -> FoldPredictions:
     """Two folds. A predictor that says 20 of everything, ``values`` of what comes after."""
     folds = []
     for start in (0, PART):
@@ -44,14 +44,15 @@ def judged(runs: list[Run], values: list[float]) -> FoldPredictions:
 
 def test_interval_is_calibrated_on_the_other_folds(runs: list[Run]) -> None:
     shifted = [one._replace(labels={"memory": one.labels["memory"] + 3}) if i < PART else one for i, one in enumerate(runs)]
-    first, second = log_sigmas_of(shifted, "family", judged(shifted, []))
-    assert np.allclose(first["memory"], 0.1, rtol=0.2)  # from the second fold, which is near
-    assert (second["memory"] > 1).all()  # from the first, which is far off
-    assert np.isnan(first["time"]).all()
+    lines = judged(shifted, "family", predictions(shifted, []))
+    sigmas = lines[lines["target"] == "memory"].groupby("fold")["log_sigma"]
+    assert np.allclose(sigmas.get_group(0), 0.1, rtol=0.2)  # from the second fold, which is near
+    assert (sigmas.get_group(1) > 1).all()  # from the first, which is far off
+    assert lines[lines["target"] == "time"]["log_sigma"].isna().all()
 
 
 def test_leaderboard_has_interval_coverage_and_width(runs: list[Run]) -> None:
-    (line,) = entries(runs, {("family", "p"): judged(runs, [])})
+    (line,) = entries(runs, {("family", "p"): predictions(runs, [])})
     assert line.coverage == pytest.approx(0.9, abs=0.04)
     assert line.width == pytest.approx(2 * 1.645 * 0.1, rel=0.2)
     assert "| t4 train fp32 nchw | 300 | " in as_markdown([line], {}, ["p"])
@@ -62,7 +63,7 @@ def test_fit_scores_refuse_at_risk_within_the_interval(runs: list[Run]) -> None:
     """At the default risk a run is refused whose interval reaches the memory of the card."""
     limit = float(np.log(1e10))
     some = [*runs, *(run(NUMBER + at, 0, fits=False) for at in range(3))]
-    (score,) = fit_scores(some, {("family", "p"): judged(some, [limit + 0.01, limit - 0.05, limit - 0.5])}).values()
+    (score,) = fit_scores(some, {("family", "p"): predictions(some, [limit + 0.01, limit - 0.05, limit - 0.5])}).values()
     assert (score.failed, score.fitting) == (3, NUMBER)
     assert score.caught == pytest.approx(1 / 3)  # the median
     assert score.caught_at_risk == pytest.approx(2 / 3)  # 1.645 standard deviations of 0.1 reach the limit
@@ -70,5 +71,6 @@ def test_fit_scores_refuse_at_risk_within_the_interval(runs: list[Run]) -> None:
 
 
 def test_new_gpu_has_an_error_group_of_its_own(runs: list[Run]) -> None:
-    assert {error.group for error in errors_of(runs, "gpu", judged(runs, []))} == {"new gpu"}
-    assert {error.group for error in errors_of(runs, "family", judged(runs, []))} == {"t4 train fp32 nchw with convolutions"}
+    found = predictions(runs, [])
+    assert set(judged(runs, "gpu", found)["group"]) == {"new gpu"}
+    assert set(judged(runs, "family", found)["group"]) == {"t4 train fp32 nchw with convolutions"}

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -16,7 +17,7 @@ from perfguard_models.calibration import OPERATOR, on_new_gpu
 from perfguard_models.learner import column
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import Run
-from perfguard_research.intervals import Error, calibrated
+from perfguard_research.intervals import calibrated
 from perfguard_research.learners import NAMES, Trainable, learner_class
 from perfguard_research.memory_forest import TrainableMemory
 from tests.laws import fitted, some_runs
@@ -108,20 +109,26 @@ def test_trees_that_lead_astray_are_refused(table: tuple[Any, Any]) -> None:
             Forest.from_tensors(changed, "t", number)
 
 
+def errors_of(target: str, group: str, residuals: Any, spreads: Any) -> pd.DataFrame:
+    """Held-out runs of one source."""
+    return pd.DataFrame({"residual": residuals, "spread": spreads}).assign(
+        target=target, group=group, source="", measured=lambda lines: lines["residual"], predicted=0.0
+    )
+
+
 def test_intervals_hold_on_what_is_drawn_alike() -> None:
     random = np.random.default_rng(1)
     spreads = random.uniform(0.01, 0.2, size=4000)
     residuals = random.standard_t(4, size=4000) * (spreads + 0.02)
-    errors = [Error("memory", "a", float(r), float(s)) for r, s in zip(residuals, spreads, strict=True)]
-    calibration = calibrated(errors[:2000])
-    inside = [abs(e.residual) <= 1.645 * calibration.log_sigma("memory", "a", e.spread) for e in errors[2000:]]
-    assert 0.87 < np.mean(inside) < 0.93
+    calibration = calibrated(errors_of("memory", "a", residuals[:2000], spreads[:2000]))
+    sigmas = [calibration.log_sigma("memory", "a", spread) for spread in spreads[2000:]]
+    assert 0.87 < np.mean(np.abs(residuals[2000:]) <= 1.645 * np.array(sigmas)) < 0.93
 
 
 def test_operators_do_not_widen_intervals_of_steps() -> None:
-    steps = [Error("time", "a", 0.1 * (-1) ** i, 0.02) for i in range(200)]
-    operators = [Error("time", group, 3.0 * (-1) ** i, 0.0) for group in (OPERATOR, on_new_gpu(OPERATOR)) for i in range(2000)]
-    with_them, alone = calibrated(steps + operators), calibrated(steps)
+    steps = errors_of("time", "a", np.tile([0.1, -0.1], 100), 0.02)
+    operators = [errors_of("time", group, np.tile([3.0, -3.0], 1000), 0.0) for group in (OPERATOR, on_new_gpu(OPERATOR))]
+    with_them, alone = calibrated(pd.concat([steps, *operators])), calibrated(steps)
     assert with_them.log_sigma("time", "b", 0.02) == alone.log_sigma("time", "b", 0.02)
     assert with_them.log_sigma("time", OPERATOR, 0.0) == pytest.approx(3.0 / 1.645, rel=1e-3)
     assert with_them.scale_of("time", "a", known_gpu=False) == alone.scale_of("time", "a")  # no whole step on a new GPU

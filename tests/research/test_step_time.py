@@ -11,9 +11,10 @@ import pytest
 
 from perfguard import OpGraph
 from perfguard.devices import Device, resolve_device
+from perfguard_models.features import Arrays
 from perfguard_models.features.launches import launches
 from perfguard_models.features.step import step_features
-from perfguard_models.learner import Arrays, sums_table
+from perfguard_models.learner import sums_table
 from perfguard_models.step_forest import DIRECTIONS, forest_columns
 from perfguard_research.dataset import Run
 from perfguard_research.step_time import TrainableStepTime

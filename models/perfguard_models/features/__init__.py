@@ -1,6 +1,32 @@
 """Features of a graph on a device: one module for each set of features.
 
 step            one row for a step. Trees read it.
-operators       one row for each different operator of a step. Launches and the papers' kernels read them.
 launches        the operators of a step in launch order, and the tensors between them. The graph network reads them.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy.typing as npt
+
+from perfguard.graph import OpGraph
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+Arrays = dict[str, npt.NDArray[Any]]
+"""Features of one step on one device, by name."""
+
+
+class FeatureSet(NamedTuple):
+    """Features of steps that a learner may read."""
+
+    columns: object
+    """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
+    compute: Callable[[OpGraph, Device], Arrays]
+    """Computes the features of a graph on a device. It can be pickled, because processes exchange it."""
+
+
+__all__ = ["Arrays", "FeatureSet"]

@@ -21,9 +21,9 @@ Ints = npt.NDArray[Any]
 """int64, or Python's integers where these would not fit."""
 
 
-def convolutions_in(graph: OpGraph) -> npt.NDArray[np.int64]:
-    """Return the operators that have the attributes of a convolution: indices. Shape: (V,)."""
-    return np.array([index for index, op in enumerate(graph.ops) if "weight_shape" in op.attributes], dtype=np.int64)
+def operators_with(attribute: str, graph: OpGraph) -> npt.NDArray[np.int64]:
+    """Return the operators that have an attribute, such as the "weight_shape" of convolutions: indices."""
+    return np.array([index for index, op in enumerate(graph.ops) if attribute in op.attributes], dtype=np.int64)
 
 
 class Convolutions:

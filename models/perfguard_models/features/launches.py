@@ -7,14 +7,14 @@ Shapes: N operators, d different operators.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
-from perfguard_models.features import operators
-from perfguard_models.features.convolutions import HALF_DTYPES
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
+from perfguard_models.features import Arrays, FeatureSet, operators
+from perfguard_models.features.convolutions import HALF_DTYPES, operators_with
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -39,6 +39,7 @@ EDGE_COLUMNS = ("log_over_l2", "log_reuse_over_l2", "log_distance", "crosses_pha
 tensor is read, over the cache too, and of the launches until then. The last is whether it is read in another phase."""
 HOST_KINDS = len(OP_KINDS) * len(Phase)
 """Classes of host cost: the kind of the operator in each phase."""
+_NAME_INDEX = {name: at for at, name in enumerate(NAMES)}
 _SAME_KERNEL = {"mm": "addmm", "baddbmm": "bmm"}
 """A bias takes no kernel of its own."""
 _SHORTEST_S = 1e-7
@@ -51,7 +52,7 @@ _TIMED: dict[str, tuple[bool, bool]] = {"operator": (True, False), "kernel": (Fa
 """Options of graphs that are no steps, with what their clock holds: the host's launches, and the start of the step."""
 
 
-def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+def launches(graph: OpGraph, device: Device) -> Arrays:
     """Return the launches of ``graph`` on ``device``.
 
     Returns:
@@ -73,32 +74,37 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     ops, in_tf32, on_cpu = graph.ops, kinds_in_tf32(graph), device.kind == "cpu"
     compute_s, traffic_s = work_s(graph, device)
     roofline = np.maximum(np.maximum(compute_s, traffic_s), _SHORTEST_S)
-    columns, group = operators.columns_in_order(graph, device, compute_s, roofline)
-    _, first, order = np.unique(group, return_index=True, return_inverse=True)
-    known = {name: at for at, name in enumerate(NAMES)}
-    of_rows = [ops[at] for at in first]
     tried = "cudnn_benchmark" in graph.options
-    flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in of_rows]
-    flags_of_rows = np.array(flags, dtype=np.float16).reshape(len(of_rows), 3) * _differs(device)
-    products = np.array([at for at, op in enumerate(of_rows) if "product" in op.attributes], dtype=np.int64)
-    idle_waves = np.zeros(len(of_rows), dtype=np.float16)
-    idle_waves[products] = _idle_waves(graph.attribute("product", ops=first[products], length=4), device)
-    x = np.concatenate([columns(first), flags_of_rows, idle_waves[:, None]], axis=1)
+    flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in ops]
+    products, idle_waves = operators_with("product", graph), np.zeros((len(ops), 1), dtype=np.float16)
+    idle_waves[products, 0] = _idle_waves(graph.attribute("product", ops=products, length=4), device)
+    x = np.concatenate(
+        [
+            operators.operator_columns(graph, device, compute_s, roofline),
+            np.array(flags, dtype=np.float16).reshape(len(ops), 3) * _differs(device),
+            idle_waves,
+        ],
+        axis=1,
+    )
     if on_cpu:
         x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
+    name = np.array([_name_of(op) for op in ops], dtype=np.int16)
+    host = np.array([KIND_INDEX[op.kind] * len(Phase) + op.phase for op in ops], dtype=np.int16)
+    key = np.ascontiguousarray(np.column_stack([x.view(np.int16), name, host]))
+    as_bytes = key.view(np.dtype((np.void, key.itemsize * key.shape[1]))).ravel()  # one value a row, which is fast to compare
+    _, first, order = np.unique(as_bytes, return_index=True, return_inverse=True)
     timed = [found for option, found in _TIMED.items() if option in graph.options]
     copied = [
         storage.num_bytes
         for storage in graph.storages
         if storage.kind is StorageKind.INPUT and not (on_cpu or timed or "batch-on-device" in graph.options)
     ]
-    names = [known.get(_SAME_KERNEL.get(op.name, op.name), len(NAMES) + KIND_INDEX[op.kind]) for op in of_rows]
     return {
-        "x": x,
-        "name": np.array(names, dtype=np.int16),
-        "host": np.array([KIND_INDEX[op.kind] * len(Phase) + op.phase for op in of_rows], dtype=np.int16),
+        "x": x[first],
+        "name": name[first],
+        "host": host[first],
         "roofline": roofline[first].astype(np.float32),
-        "steps": np.array([op.attributes.get("steps", 0) for op in of_rows], dtype=np.float32),
+        "steps": np.array([ops[at].attributes.get("steps", 0) for at in first], dtype=np.float32),
         "order": order.astype(np.int32),
         "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
         **_edges(graph, device, order),
@@ -109,7 +115,12 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+def _name_of(op: Op) -> int:
+    """Index into NAMES, or len(NAMES) + the index of the operator's kind."""
+    return _NAME_INDEX.get(_SAME_KERNEL.get(op.name, op.name), len(NAMES) + KIND_INDEX[op.kind])
+
+
+def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> Arrays:
     """``tensor_ends``, ``tensor_x`` and ``tensor_count`` of ``graph``, whose operators have the rows ``order`` (N,)."""
     source, sink = graph.edges
     _, read, written = graph.costs.astype(np.float64)
@@ -162,4 +173,4 @@ def device_features(device: Device) -> npt.NDArray[np.float32]:
     return np.log(np.array(values, dtype=np.float32))
 
 
-__all__ = ["COLUMNS", "DEVICE_COLUMNS", "EDGE_COLUMNS", "HOST_KINDS", "NAMES", "NUM_NAMES", "device_features", "launches"]
+LAUNCHES = FeatureSet((COLUMNS, NAMES, DEVICE_COLUMNS, EDGE_COLUMNS), launches)

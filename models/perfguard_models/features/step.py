@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, roofline_s
-from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions
+from perfguard_models.features import Arrays, FeatureSet
+from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions, operators_with
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -80,30 +81,32 @@ def step_features(graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
         **_workspaces(graph, parts, convolutions),
         **_time(graph, device, parts, roofline),
         **_traits(graph, parts, roofline, convolutions),
-        **_setting(graph, device, parts),
+        **_setting(graph, device),
     }
     return np.array([columns[name] for name in STEP_FEATURES], dtype=np.float32)
 
 
+def sums(graph: OpGraph, device: Device) -> Arrays:
+    """Return :func:`step_features` by the name "sums"."""
+    return {"sums": step_features(graph, device)}
+
+
+SUMS = FeatureSet(STEP_FEATURES, sums)
+
+
 class _Parts:
-    """Indices of a graph's operators by kind, phase and name."""
+    """Kinds, phases and names of a graph's operators, and which of them are convolutions and products."""
 
     def __init__(self, graph: OpGraph) -> None:
-        ops = graph.ops
+        ops, known = graph.ops, {name: at for at, name in enumerate(NAMED_OPERATORS)}
         self.number = len(ops)
-        kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
-        self.of_kind = [np.flatnonzero(kinds == index) for index in range(len(OP_KINDS))]
-        self.matrix = np.flatnonzero(np.isin(kinds, [KIND_INDEX[kind] for kind in MATRIX_KINDS]))
-        self.phases = np.array([*(op.phase for op in ops), -1], dtype=np.float64)
+        self.kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
+        self.phases = np.array([*(op.phase for op in ops), -1], dtype=np.int64)
         """The last one is that of index -1: before the first operator."""
-        self.of_phase = [np.flatnonzero(self.phases[:-1] == phase) for phase in Phase]
-        known = {name: at for at, name in enumerate(NAMED_OPERATORS)}
         self.named = np.array([known.get(op.name, len(known)) for op in ops], dtype=np.int64)
         """Indices into NAMED_OPERATORS, or its length."""
-        self.convolutions = np.array([at for at, op in enumerate(ops) if op.kind in CONVOLUTION_KINDS], dtype=np.int64)
-        self.products = np.array([at for at, op in enumerate(ops) if "product" in op.attributes], dtype=np.int64)
-        self.first_batch = next((at for at, op in enumerate(ops) if len(op.shape) > 1), None)
-        """The first operator whose output has a batch dimension."""
+        self.convolutions = operators_with("weight_shape", graph)
+        self.products = operators_with("product", graph)
 
 
 def _memory(graph: OpGraph, device: Device, parts: _Parts) -> Columns:
@@ -194,6 +197,10 @@ def _time(graph: OpGraph, device: Device, parts: _Parts, roofline: Floats) -> Co
     traffic = num_bytes / device.bandwidth_bytes_per_s
     launch_bound = roofline <= device.launch_overhead_s
     by_name = np.bincount(parts.named, weights=roofline, minlength=len(NAMED_OPERATORS) + 1)
+    by_kind = np.bincount(parts.kinds, weights=roofline, minlength=len(OP_KINDS))
+    by_phase = np.bincount(parts.phases[:-1], weights=roofline, minlength=len(Phase))
+    counts = np.bincount(parts.kinds, minlength=len(OP_KINDS))
+    is_matrix = np.isin(parts.kinds, [KIND_INDEX[kind] for kind in MATRIX_KINDS])
     log_flops, log_bytes = math.log1p(graph.flops), math.log1p(num_bytes.sum())
     return {
         "log_roofline": math.log(total),
@@ -201,12 +208,12 @@ def _time(graph: OpGraph, device: Device, parts: _Parts, roofline: Floats) -> Co
         "log_mean_operator": math.log(total / max(number, 1)),
         "launch_share": roofline[launch_bound].sum() / total,
         "launch_count": launch_bound.mean() if number else 0.0,
-        **{f"time_{kind}": roofline[some].sum() / total for kind, some in zip(OP_KINDS, parts.of_kind, strict=True)},
-        **{f"count_{kind}": math.log1p(len(some)) for kind, some in zip(_COUNTED_KINDS, parts.of_kind, strict=False)},
-        **{f"phase_{phase.name.lower()}": roofline[parts.of_phase[phase]].sum() / total for phase in Phase},
+        **{f"time_{kind}": by_kind[KIND_INDEX[kind]] / total for kind in OP_KINDS},
+        **{f"count_{kind}": math.log1p(counts[KIND_INDEX[kind]]) for kind in _COUNTED_KINDS},
+        **{f"phase_{phase.name.lower()}": by_phase[phase] / total for phase in Phase},
         **{f"name_{name}": by_name[at] / total for at, name in enumerate(NAMED_OPERATORS)},
         "traffic_share": traffic.sum() / total,
-        "matrix_traffic_share": traffic[parts.matrix].sum() / total,
+        "matrix_traffic_share": traffic[is_matrix].sum() / total,
         "log_flops": log_flops,
         "log_bytes": log_bytes,
         "log_intensity": log_flops - log_bytes,
@@ -246,8 +253,8 @@ def _traits(graph: OpGraph, parts: _Parts, roofline: Floats, c: Convolutions) ->
     }
 
 
-def _setting(graph: OpGraph, device: Device, parts: _Parts) -> Columns:
-    batch = 1 if parts.first_batch is None else graph.ops[parts.first_batch].shape[0]
+def _setting(graph: OpGraph, device: Device) -> Columns:
+    batch = next((op.shape[0] for op in graph.ops if len(op.shape) > 1), 1)
     return {
         "log_batch": math.log(max(batch, 1)),
         "train": float(graph.mode == "train"),

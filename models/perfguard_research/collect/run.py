@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,7 +90,10 @@ def run_row(row: MeasuredRow, device: Device, *, limit_bytes: int | None = None)
     with suppress(Exception), run:
         if limit_bytes is not None:
             limit_memory(device, limit_bytes)
-        step = make_step(row, torch.device(device.kind))
+        assert isinstance(row.network, Network)
+        with torch.device(device.kind):
+            model = row.network.make()
+        step = step_of(row.workload(model), high=row.network.num_indices)
         num_steps = run_steps(step, run, seconds=0.2, synchronize=torch.cuda.synchronize if on_gpu else lambda: None)
     return measured_columns(run.measurement or run.finish("failed"), num_steps)
 
@@ -109,14 +111,6 @@ def limit_memory(device: Device, num_bytes: int) -> None:
     status = Path("/proc/self/status").read_text()
     private_bytes = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (private_bytes + num_bytes, hard))
-
-
-def make_step(row: MeasuredRow, device: torch.device) -> Callable[[], None]:
-    """One training step, or one inference, of ``row``: what the trace of its workload says is launched."""
-    assert isinstance(row.network, Network)
-    with device:
-        model = row.network.make()
-    return step_of(row.workload(model), high=row.network.num_indices)
 
 
 def measured_columns(measurement: Measurement, num_steps: int) -> Columns:

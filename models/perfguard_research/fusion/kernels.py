@@ -5,7 +5,8 @@
 The network is from the paper's section 3.2.2. The operators of a kernel are an undirected graph. Each has its features and those
 of the device. The network has three blocks of GAT, GraphSizeNorm and ReLU, a mean over the operators, and two linear outputs.
 The loss is the root of the mean squared error (of logarithms here) plus cross-entropy. Tables of single operators have one
-operator per kernel, so attention sees only the operator itself. The columns are those of GuardNet's operators.
+operator per kernel, so attention sees only the operator itself. The columns are those of GuardNet's operators, and seven figures
+of the device.
 
 Kernels are named by their family. This is the name of the function without template arguments and without the architecture that
 the library was built for. So `volta_sgemm_128x64_nn` and `ampere_sgemm_128x64_nn` are one family, and the name means the same on
@@ -26,21 +27,20 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from torch import nn
 from torch_geometric.nn import GATConv, GraphSizeNorm
 from torch_geometric.utils import scatter
 
-from perfguard.exceptions import PerfGuardError, PredictorError
-from perfguard.graph import OpGraph
-from perfguard_models.features.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operator_features
-from perfguard_models.weight_files import check_hash, read_pair, write_pair
+from perfguard.exceptions import PerfGuardError
+from perfguard.graph import OpGraph, roofline_s
+from perfguard_models.features.operators import COLUMNS, NAMES, operator_columns
+from perfguard_models.weight_files import fitting, read_pair, write_pair
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
 from perfguard_research.tables import parser_of
@@ -51,9 +51,12 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 FORMAT = 1
+_COLUMNS = (*COLUMNS, "log_flops", "log_matrix_flops", "log_bandwidth", "log_sms", "log_clock", "log_l2", "log_launch")
+"""The operator's, and those of the device."""
 _HIDDEN = 64
 _BLOCKS = 3
 _BATCH = 512
+_EPOCHS = 12
 _LEARNING_RATE = 3e-3
 _MOST_ROWS = 60_000
 _ARCHITECTURES = re.compile(r"^(maxwell|volta|turing|ampere|pascal)_")
@@ -77,16 +80,6 @@ def kernel_family(name: str) -> str:
     return _ARCHITECTURES.sub("", function) + functor
 
 
-class Kernels(NamedTuple):
-    """n operators in b kernels."""
-
-    x: torch.Tensor  # shape: (n, len(COLUMNS) + len(DEVICE_COLUMNS))
-    name: torch.Tensor  # shape: (n,), indices into NAMES
-    roofline: torch.Tensor  # shape: (b,), log seconds
-    edge_index: torch.Tensor  # shape: (2, m)
-    kernel: torch.Tensor  # shape: (n,), which kernel
-
-
 class KernelBlocks(nn.Module):
     """Three blocks of GAT, GraphSizeNorm and ReLU on the undirected graph of each kernel, and the mean over its operators."""
 
@@ -105,37 +98,32 @@ class KernelBlocks(nn.Module):
 
 
 class KernelHeads(nn.Module):
-    """Kernel → its latency as a logarithm, and a logit for each family of kernels."""
+    """Kernels of one operator each → their latencies as logarithms, and a logit for each family of kernels."""
 
     def __init__(self, num_families: int, hidden: int = _HIDDEN) -> None:
         super().__init__()
         self.name = nn.Embedding(len(NAMES) + 1, 12)
-        self.blocks = KernelBlocks(len(COLUMNS) + len(DEVICE_COLUMNS) + 12, hidden)
+        self.blocks = KernelBlocks(len(_COLUMNS) + 12, hidden)
         self.latency, self.family = nn.Linear(hidden, 1), nn.Linear(hidden, num_families)
         nn.init.zeros_(self.latency.weight)
 
-    def forward(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,  # shape: (b, len(_COLUMNS)), standardised
+        name: torch.Tensor,  # shape: (b,), indices into NAMES, or len(NAMES)
+        log_roofline: torch.Tensor,  # shape: (b,)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Shapes: (b,), (b, num_families). The latency is a factor on the roofline."""
-        x = torch.cat([kernels.x, self.name(kernels.name)], dim=1)
-        pooled = self.blocks(x, kernels.edge_index, kernels.kernel, len(kernels.roofline))
-        return kernels.roofline + self.latency(pooled)[:, 0], self.family(pooled)
+        alone = torch.arange(len(x)), len(x)
+        pooled = self.blocks(torch.cat([x, self.name(name)], dim=1), torch.zeros(2, 0, dtype=torch.long), *alone)
+        return log_roofline + self.latency(pooled)[:, 0], self.family(pooled)
 
 
-class KernelRow(NamedTuple):
-    """One measured operator."""
+def read_rows(table: Path) -> pd.DataFrame:
+    """Rows of a table of operators whose kernel is known, drawn where there are more than _MOST_ROWS.
 
-    operator: str
-    gpu: str
-    sizes: tuple[int, ...]
-    family: str
-    seconds: float
-    x: npt.NDArray[np.float32]  # shape: (len(COLUMNS) + len(DEVICE_COLUMNS),)
-    name: int
-    roofline_s: float
-
-
-def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[KernelRow]:
-    """Rows of a table of operators whose kernel is known, drawn with ``seed`` where there are more than ``most``.
+    Returns:
+        The columns of :func:`features_of`, and operator, gpu, sizes, family and seconds.
 
     Raises:
         TableError: if the table cannot be read.
@@ -143,8 +131,8 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[Ker
     columns, raw = read_table(table)
     parse = parser_of(columns, table)
     raw = [row for row in raw if not (row.get("kernel") or "").strip().isdigit()]
-    if len(raw) > most:
-        raw = random.Random(seed).sample(raw, most)
+    if len(raw) > _MOST_ROWS:
+        raw = random.Random(0).sample(raw, _MOST_ROWS)
     rows = []
     for item in raw:
         try:
@@ -153,18 +141,31 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[Ker
             continue
         operator = row.network
         if isinstance(operator, Operator) and operator.kernel and row.step_time_s and row.status == "ok":
-            own = _row_of(operator.graph(row.mode), row.device)._replace(
-                operator=operator.name, gpu=row.gpu, sizes=operator.sizes
-            )
-            rows.append(own._replace(family=kernel_family(operator.kernel), sizes=operator.sizes, seconds=row.step_time_s))
-    return rows
+            family = kernel_family(operator.kernel)
+            measured = {"operator": operator.name, "gpu": row.gpu, "sizes": operator.sizes, "family": family}
+            rows.append(measured | {"seconds": row.step_time_s} | features_of(operator.graph(row.mode), row.device))
+    return pd.DataFrame(rows)
 
 
-def _row_of(graph: OpGraph, device: Device) -> KernelRow:
-    """A graph of one operator, not measured."""
-    view = operator_features(graph, device)
-    x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
-    return KernelRow("", device.id, (), "", 0.0, x, int(view["name"][0]), float(view["roofline"][0]))
+def features_of(graph: OpGraph, device: Device) -> dict[str, Any]:
+    """``x`` (len(_COLUMNS),), ``name`` (an index into NAMES, or len(NAMES)) and ``roofline_s`` of a graph of one operator."""
+    roofline, name = roofline_s(graph, device), graph.ops[0].name
+    compute_s = graph.costs[0].astype(np.float64) / device.flops_per_s("fp16")
+    x = operator_columns(graph, device, compute_s, roofline)[0].astype(np.float32)
+    of_device = (
+        device.flops_per_s("fp32") / 1e12,
+        device.flops_per_s("fp16") / 1e12,
+        device.bandwidth_bytes_per_s / 1e12,
+        device.num_sms,
+        device.boost_clock_hz / 1e9,
+        device.l2_bytes / 2**20,
+        device.launch_overhead_s * 1e6,
+    )
+    return {
+        "x": np.concatenate([x, np.log(np.array(of_device, dtype=np.float32))]),
+        "name": NAMES.index(name) if name in NAMES else len(NAMES),
+        "roofline_s": float(roofline[0]),
+    }
 
 
 class KernelModel:
@@ -173,56 +174,46 @@ class KernelModel:
     Args:
         network: the weights.
         families: what its logits stand for.
-        scale: mean and width of the columns. Shape: (2, columns).
+        scale: mean and width of the columns. Shape: (2, len(_COLUMNS)).
     """
 
     def __init__(self, network: KernelHeads, families: Sequence[str], scale: torch.Tensor) -> None:
         self.network, self.families, self.scale = network.eval(), tuple(families), scale
 
-    def packed(self, rows: Sequence[KernelRow]) -> Kernels:
-        """Rows as kernels, one for each row's operator."""
-        x = torch.from_numpy(np.stack([row.x for row in rows]))
-        return Kernels(
-            (x - self.scale[0]) / self.scale[1],
-            torch.tensor([row.name for row in rows]),
-            torch.tensor([row.roofline_s for row in rows]).log(),
-            torch.zeros(2, 0, dtype=torch.long),
-            torch.arange(len(rows)),
-        )
+    def inputs(self, rows: pd.DataFrame) -> tuple[torch.Tensor, ...]:
+        """Those of the network."""
+        x = torch.from_numpy(np.stack(rows["x"].tolist()))
+        name, roofline = torch.tensor(rows["name"].to_numpy()), torch.tensor(rows["roofline_s"].to_numpy(), dtype=torch.float32)
+        return (x - self.scale[0]) / self.scale[1], name, roofline.log()
 
-    def answers(self, rows: Sequence[KernelRow]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    def answers(self, rows: pd.DataFrame) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Seconds, shape (b,), and families from the most likely one on, as indices, shape (b, number of families)."""
         with torch.inference_mode():
-            latency, logits = self.network(self.packed(rows))
+            latency, logits = self.network(*self.inputs(rows))
         return latency.double().exp().numpy(), logits.argsort(dim=1, descending=True).numpy()
 
     def of_operator(self, graph: OpGraph, device: Device, *, most: int = 5) -> list[str]:
         """The families of kernels that a graph of one operator most likely runs, the likeliest first."""
-        return [self.families[at] for at in self.answers([_row_of(graph, device)])[1][0, :most]]
+        return [self.families[at] for at in self.answers(pd.DataFrame([features_of(graph, device)]))[1][0, :most]]
 
 
-def fitted(rows: Sequence[KernelRow], *, epochs: int = 12, seed: int = 0) -> KernelModel:
+def fitted(rows: pd.DataFrame) -> KernelModel:
     """Heads that have learnt from ``rows``."""
-    torch.manual_seed(seed)
-    families = sorted({row.family for row in rows})
-    x = np.stack([row.x for row in rows])
+    torch.manual_seed(0)
+    numbers, families = pd.factorize(rows["family"], sort=True)
+    x = np.stack(rows["x"].tolist())
     scale = torch.from_numpy(np.stack([x.mean(0), np.maximum(x.std(0), 0.05)]).astype(np.float32))
     network = KernelHeads(len(families))
-    model = KernelModel(network, families, scale)
-    number = {family: at for at, family in enumerate(families)}
-    family = torch.tensor([number[row.family] for row in rows])
-    seconds = torch.tensor([row.seconds for row in rows]).log()
-    packed = model.packed(rows)
+    model = KernelModel(network, list(families), scale)
+    family, seconds = torch.tensor(numbers), torch.tensor(rows["seconds"].to_numpy(), dtype=torch.float32).log()
+    inputs = model.inputs(rows)
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=1e-3)
-    steps = epochs * -(-len(rows) // _BATCH)
+    steps = _EPOCHS * -(-len(rows) // _BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
     network.train()
-    for _ in range(epochs):
+    for _ in range(_EPOCHS):
         for chosen in torch.randperm(len(rows)).split(_BATCH):
-            alone = torch.arange(len(chosen))
-            latency, logits = network(
-                Kernels(packed.x[chosen], packed.name[chosen], packed.roofline[chosen], packed.edge_index, alone)
-            )
+            latency, logits = network(*(values[chosen] for values in inputs))
             loss = (latency - seconds[chosen]).square().mean().sqrt() + nn.functional.cross_entropy(logits, family[chosen])
             optimizer.zero_grad()
             loss.backward()
@@ -233,58 +224,47 @@ def fitted(rows: Sequence[KernelRow], *, epochs: int = 12, seed: int = 0) -> Ker
     return model
 
 
-class KernelScore(NamedTuple):
-    """Shares of the rows whose family was the likeliest, and among the five likeliest; relative errors of the latency."""
-
-    rows: int
-    top1: float
-    top5: float
-    mean_error: float
-    median_error: float
-
-
-def score_of(model: KernelModel, rows: Sequence[KernelRow]) -> KernelScore:
-    """A family that the model has never seen counts as wrong."""
-    seconds, order = model.answers(rows)
-    number = {family: at for at, family in enumerate(model.families)}
-    true = np.array([number.get(row.family, -1) for row in rows])
-    errors = np.abs(seconds / np.array([row.seconds for row in rows]) - 1)
-    first, five = order[:, 0] == true, (order[:, :5] == true[:, None]).any(axis=1)
-    return KernelScore(len(rows), float(first.mean()), float(five.mean()), float(errors.mean()), float(np.median(errors)))
-
-
-def cross_validated(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
+def cross_validated(rows: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:
     """Scores by split ("shape": a fifth of all shapes, on every card; "gpu": each card) and operator ("all", and "products":
     linear and bmm, whose kernel is a choice)."""
-
-    def fifth_of_shapes(row: KernelRow) -> bool:
-        return hashlib.sha256(repr((row.operator, row.sizes)).encode()).digest()[0] % 5 == 0
-
-    gpus = sorted({row.gpu for row in rows})
-    splits = {
-        "shape": [[row for row in rows if fifth_of_shapes(row)]],
-        "gpu": [[row for row in rows if row.gpu == gpu] for gpu in gpus],
-    }
-    found: dict[str, dict[str, KernelScore]] = {}
+    shapes = zip(rows["operator"], rows["sizes"], strict=True)
+    is_fifth = np.array([hashlib.sha256(repr(shape).encode()).digest()[0] % 5 == 0 for shape in shapes])
+    splits = {"shape": [is_fifth], "gpu": [rows["gpu"] == gpu for gpu in sorted(rows["gpu"].unique())]}
+    found = {}
     for split, folds in splits.items():
-        parts: dict[str, list[KernelScore]] = {}
-        for judged in folds:
-            held_out = set(map(id, judged))
-            model = fitted([row for row in rows if id(row) not in held_out])
-            parts.setdefault("all", []).append(score_of(model, judged))
-            parts.setdefault("products", []).append(score_of(model, [row for row in judged if row.operator in ("linear", "bmm")]))
-            for operator in sorted({row.operator for row in judged}):
-                parts.setdefault(operator, []).append(score_of(model, [row for row in judged if row.operator == operator]))
-        found[split] = {name: _together(scores) for name, scores in parts.items()}
+        judged = pd.concat(
+            [_judged(fitted(rows[~held_out]), rows[held_out]).assign(fold=at) for at, held_out in enumerate(folds)]
+        )
+        groups = {
+            "all": judged,
+            "products": judged[judged["operator"].isin(("linear", "bmm"))],
+            **dict(iter(judged.groupby("operator"))),
+        }
+        found[split] = {str(name): _score_of(own) for name, own in groups.items()}
     return found
 
 
-def _together(scores: Sequence[KernelScore]) -> KernelScore:
-    """Weighted by rows; the median is the mean of the folds' medians."""
-    total = sum(score.rows for score in scores)
-    columns = list(zip(*scores, strict=True))[1:]
-    means = [sum(value * score.rows for value, score in zip(column, scores, strict=True)) / total for column in columns]
-    return KernelScore(total, *means)
+def _judged(model: KernelModel, rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each row whether its family was the likeliest, and among the five likeliest; and the relative error of its latency.
+
+    A family that the model has never seen counts as wrong.
+    """
+    seconds, order = model.answers(rows)
+    is_right = np.array(model.families)[order[:, :5]] == rows["family"].to_numpy()[:, None]
+    errors = np.abs(seconds / rows["seconds"] - 1)
+    return pd.DataFrame({"operator": rows["operator"], "top1": is_right[:, 0], "top5": is_right.any(axis=1), "error": errors})
+
+
+def _score_of(judged: pd.DataFrame) -> dict[str, float]:
+    """The means over all rows; the median is the mean of the folds' medians, weighted by rows."""
+    errors = judged.groupby("fold")["error"]
+    return {
+        "rows": len(judged),
+        "top1": float(judged["top1"].mean()),
+        "top5": float(judged["top5"].mean()),
+        "mean_error": float(judged["error"].mean()),
+        "median_error": float(np.average(errors.median(), weights=errors.size())),
+    }
 
 
 def read_kernel_model(tensors: Traversable, card: Traversable) -> KernelModel:
@@ -293,19 +273,13 @@ def read_kernel_model(tensors: Traversable, card: Traversable) -> KernelModel:
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    mend = "train them with `python -m perfguard_research.fusion.kernels TABLE --out DIR`"
-    data, document = read_pair(tensors, card, "The weights of kernels", mend)
-    if document.get("format") != FORMAT or document.get("columns") != [*COLUMNS, *DEVICE_COLUMNS]:
-        raise PredictorError("The weights of kernels were made for another version of PerfGuard. Train them again.")
-    check_hash(data, document, "kernels")
-    try:
-        tensors_read = load_tensors(data)
-        scale = tensors_read.pop("scale")
+    mend = "python -m perfguard_research.fusion.kernels TABLE --out DIR"
+    state, document = read_pair(tensors, card, "kernels", mend=mend, made_for={"format": FORMAT, "columns": [*_COLUMNS]})
+    with fitting("The weights 'kernels'"):
+        scale = state.pop("scale")
         network = KernelHeads(len(document["families"]), document["hidden"])
-        network.load_state_dict(tensors_read)
-    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise PredictorError(f"The weights of kernels do not fit the network: {type(error).__name__}: {error}") from error
-    return KernelModel(network, document["families"], scale)
+        network.load_state_dict(state)
+        return KernelModel(network, document["families"], scale)
 
 
 def shipped() -> KernelModel:
@@ -319,20 +293,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("table", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--most-rows", type=int, default=_MOST_ROWS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
-    rows = read_rows(arguments.table, most=arguments.most_rows)
-    scores = {split: {name: score._asdict() for name, score in by.items()} for split, by in cross_validated(rows).items()}
+    rows = read_rows(arguments.table)
+    scores = cross_validated(rows)
     model = fitted(rows)
     card: dict[str, Any] = {
         "format": FORMAT,
         "version": 1,
         "families": list(model.families),
-        "columns": [*COLUMNS, *DEVICE_COLUMNS],
+        "columns": [*_COLUMNS],
         "hidden": _HIDDEN,
-        "rows": dict(sorted(Counter(f"{row.operator} {row.gpu}" for row in rows).items())),
+        "rows": dict(sorted(Counter(rows["operator"] + " " + rows["gpu"]).items())),
         "source": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
         "scores": scores,
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",

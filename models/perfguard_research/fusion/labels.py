@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import base64
 import difflib
-import functools
 import itertools
 import json
 import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +37,7 @@ from rich.progress import Progress
 from torch import nn
 
 from perfguard.graph import OpGraph, trace
-from perfguard.workload import TensorSpec, Workload
+from perfguard.workload import Workload, mapped
 from perfguard_research.networks import EDGES, NUM_EDGES, Network
 
 COMPILERS = ("inductor-cpu", "inductor-cuda")
@@ -55,9 +54,8 @@ class Case(NamedTuple):
 
     family: str
     name: str
-    make_model: Callable[[], nn.Module]
-    inputs: Any
-    """Inputs, as `Workload` takes them."""
+    network: Network
+    batch_size: int
 
 
 class LabelledGraph(NamedTuple):
@@ -165,7 +163,7 @@ def _aten_graphs(model: nn.Module, inputs: Any, target: str) -> tuple[torch.fx.G
     from torch.fx.traceback import preserve_node_meta
 
     state = {name: torch.empty_like(value, device="cpu") for name, value in (*model.named_parameters(), *model.named_buffers())}
-    batch = _empty(inputs)
+    batch = mapped(inputs, lambda spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)))
     keywords = batch if isinstance(batch, dict) else {}
     arguments = () if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
 
@@ -200,16 +198,6 @@ class _OnTarget(torch.fx.Interpreter):
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device(self._target, 0)}
         return super().call_function(target, args, kwargs)
-
-
-def _empty(inputs: Any) -> Any:
-    if isinstance(inputs, TensorSpec):
-        return torch.empty(inputs.shape, dtype=getattr(torch, inputs.dtype))
-    if isinstance(inputs, dict):
-        return {name: _empty(value) for name, value in inputs.items()}
-    if inputs and isinstance(inputs[0], tuple):
-        return tuple(_empty(value) for value in inputs)
-    return torch.empty(inputs)
 
 
 def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
@@ -257,9 +245,13 @@ def _without_backend(name: str) -> str:
     return "attention" if name.startswith("_scaled_dot_product") else name
 
 
-def cases(seed: int = 0) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """The corpus, mixed: every family of timm, cells in the manner of NAS-Bench-201, transformers from configurations."""
-    sources = [list(_timm_cases(random.Random(seed))), list(_cells(random.Random(seed))), list(_transformers())]
+    transformers = [
+        Case(family, f"{family}-small", Network(name=f"hf:{model}", config=config, input={"seq_len": 64}), 2)
+        for family, (model, config) in _TRANSFORMERS.items()
+    ]
+    sources = [list(_timm_cases(random.Random(0))), list(_cells(random.Random(0))), transformers]
     order = [(at / len(source), case) for source in sources for at, case in enumerate(source)]
     for _, case in sorted(order, key=lambda item: item[0]):
         yield case
@@ -277,69 +269,47 @@ def _timm_cases(rng: random.Random) -> Iterator[Case]:
     for family, names in chosen:
         for name in names:
             cfg = timm.get_pretrained_cfg(name)
-            size = cfg.input_size if cfg is not None else (3, 224, 224)
-            yield Case(family, name, functools.partial(_on_meta, timm.create_model, name), (rng.choice(_BATCHES), *size))
+            image = list(cfg.input_size[1:]) if cfg is not None else 224
+            yield Case(family, name, Network(name=f"timm:{name}", input={"image": image}), rng.choice(_BATCHES))
 
 
 def _cells(rng: random.Random) -> Iterator[Case]:
-    """Cells in the manner of NAS-Bench-201."""
     for number in range(_CELLS):
-        sizes = {
-            "edges": [rng.choice(EDGES) for _ in range(NUM_EDGES)],
-            "width": rng.choice((8, 16, 24, 32)),
-            "cells": 2,
-            "img_size": 32,
-            "classes": 10,
-        }
-        network = Network(name="perfguard:cells", config=sizes)
-        yield Case("nas-cell", f"cell-{number}", functools.partial(_on_meta, network.make), (rng.choice(_BATCHES), 3, 32, 32))
+        edges, width = [rng.choice(EDGES) for _ in range(NUM_EDGES)], rng.choice((8, 16, 24, 32))
+        config = {"edges": edges, "width": width, "cells": 2, "img_size": 32, "classes": 10}
+        yield Case("nas-cell", f"cell-{number}", Network(name="perfguard:cells", config=config), rng.choice(_BATCHES))
 
 
-def _on_meta(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
-    with torch.device("meta"):
-        return make(*arguments)
-
-
-_TRANSFORMERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("bert", "BertConfig", "BertModel", {"num_hidden_layers": 3}),
-    ("roberta", "RobertaConfig", "RobertaModel", {"num_hidden_layers": 2}),
-    ("distilbert", "DistilBertConfig", "DistilBertModel", {"n_layers": 3}),
-    ("gpt2", "GPT2Config", "GPT2Model", {"n_layer": 3, "use_cache": False}),
-    ("opt", "OPTConfig", "OPTModel", {"num_hidden_layers": 3, "use_cache": False}),
-    ("gptneox", "GPTNeoXConfig", "GPTNeoXModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    ("llama", "LlamaConfig", "LlamaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    ("qwen2", "Qwen2Config", "Qwen2Model", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    ("gemma", "GemmaConfig", "GemmaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    ("albert", "AlbertConfig", "AlbertModel", {"num_hidden_layers": 2}),
-    ("electra", "ElectraConfig", "ElectraModel", {"num_hidden_layers": 2}),
-    ("xlmroberta", "XLMRobertaConfig", "XLMRobertaModel", {"num_hidden_layers": 2}),
-    ("mpnet", "MPNetConfig", "MPNetModel", {"num_hidden_layers": 2}),
-    ("bloom", "BloomConfig", "BloomModel", {"n_layer": 2, "hidden_size": 256, "use_cache": False}),
-    ("phi", "PhiConfig", "PhiModel", {"num_hidden_layers": 2, "hidden_size": 512, "use_cache": False}),
-)
-
-
-def _transformers() -> Iterator[Case]:
-    import transformers
-
-    def make(config: str, model: str, settings: dict[str, Any]) -> nn.Module:
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
-        return made
-
-    for family, config, model, settings in _TRANSFORMERS:
-        tokens = {"input_ids": TensorSpec((2, 64), "int64")}
-        yield Case(family, f"{family}-small", functools.partial(_on_meta, make, config, model, settings), tokens)
+_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {  # by family
+    "bert": ("BertModel", {"num_hidden_layers": 3}),
+    "roberta": ("RobertaModel", {"num_hidden_layers": 2}),
+    "distilbert": ("DistilBertModel", {"n_layers": 3}),
+    "gpt2": ("GPT2Model", {"n_layer": 3, "use_cache": False}),
+    "opt": ("OPTModel", {"num_hidden_layers": 3, "use_cache": False}),
+    "gptneox": ("GPTNeoXModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    "llama": ("LlamaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    "qwen2": ("Qwen2Model", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    "gemma": ("GemmaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    "albert": ("AlbertModel", {"num_hidden_layers": 2}),
+    "electra": ("ElectraModel", {"num_hidden_layers": 2}),
+    "xlmroberta": ("XLMRobertaModel", {"num_hidden_layers": 2}),
+    "mpnet": ("MPNetModel", {"num_hidden_layers": 2}),
+    "bloom": ("BloomModel", {"n_layer": 2, "hidden_size": 256, "use_cache": False}),
+    "phi": ("PhiModel", {"num_hidden_layers": 2, "hidden_size": 512, "use_cache": False}),
+}
 
 
 def labelled(case: Case, compiler: str) -> LabelledGraph | str:
     """Labels of ``case`` from ``compiler``, or the reason why there are none."""
     try:
-        model = case.make_model().eval()
+        with torch.device("meta"):
+            model = case.network.make().eval()
         target: Any = compiler.partition("-")[2]
-        graph = trace(Workload(model, case.inputs, mode="infer"), target=target)
+        inputs = case.network.batch(case.batch_size, train=False).inputs
+        graph = trace(Workload(model, inputs, mode="infer"), target=target)
         if len(graph.ops) > _MOST_OPERATORS:
             return f"{len(graph.ops)} operators"
-        kernels = inductor_kernels(model, case.inputs, graph, target)
+        kernels = inductor_kernels(model, inputs, graph, target)
     except Exception as error:  # whatever networks of others do under fake tensors
         return f"{type(error).__name__}: {str(error)[:200]}"
     return LabelledGraph(compiler, case.family, case.name, graph, kernels)
@@ -366,14 +336,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--compiler", choices=COMPILERS, default=COMPILERS[0])
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = {(row.compiler, row.model) for row in read_labels(arguments.out)} if arguments.out.is_file() else set()
     end, number = time.process_time() + 60 * arguments.minutes, 0
     with arguments.out.open("a", encoding="utf-8") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("models", total=None)
-        for case in cases(arguments.seed):
+        for case in cases():
             if time.process_time() > end:
                 break
             if (arguments.compiler, case.name) in done:

@@ -13,7 +13,6 @@ output of attention. These features include the number of its readers and its sh
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -21,16 +20,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphSizeNorm
 
-from perfguard.exceptions import PredictorError
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, StorageKind
 from perfguard_models.fused_graph import kernels_of
-from perfguard_models.weight_files import check_hash, read_pair
+from perfguard_models.weight_files import fitting, read_pair
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -48,28 +44,20 @@ def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Data:
     """
     source, sink = graph.edges
     number = len(graph.ops)
-    readers, writers = np.bincount(source, minlength=number), np.bincount(sink, minlength=number)
-    rows = []
-    for index, op in enumerate(graph.ops):
-        weights = sum(
-            graph.storages[s].num_bytes
-            for s in op.inputs
-            if graph.storages[s].kind in (StorageKind.PARAMETER, StorageKind.BUFFER)
-        )
-        shape = op.shape or (1,)
-        sizes = (op.bytes_read, op.bytes_written, weights, op.flops)
-        rows.append(
-            [
-                *(math.log1p(size) / 8 for size in sizes),
-                min(readers[index], 4) / 2,
-                min(writers[index], 4) / 2,
-                len(op.shape) / 4,
-                math.log1p(shape[-1]) / 4,
-                math.log1p(shape[min(1, len(shape) - 1)]) / 4,
-            ]
-        )
+    flops, read, written = graph.costs.astype(np.float64)
+    is_weight = [storage.kind in (StorageKind.PARAMETER, StorageKind.BUFFER) for storage in graph.storages]
+    weights = [sum(graph.storages[at].num_bytes for at in op.inputs if is_weight[at]) for op in graph.ops]
+    readers, writers = (np.bincount(ends, minlength=number) for ends in (source, sink))
+    shapes = [op.shape or (1,) for op in graph.ops]
+    columns = [
+        *(np.log1p(size) / 8 for size in (read, written, np.array(weights, dtype=np.float64), flops)),
+        *(np.minimum(others, 4) / 2 for others in (readers, writers)),
+        [len(op.shape) / 4 for op in graph.ops],
+        np.log1p([shape[-1] for shape in shapes]) / 4,
+        np.log1p([shape[min(1, len(shape) - 1)] for shape in shapes]) / 4,
+    ]
     return Data(
-        sizes=torch.tensor(rows, dtype=torch.float32).reshape(number, len(SIZES)),
+        sizes=torch.from_numpy(np.stack(columns, axis=1)).float(),
         kind=torch.tensor([KIND_INDEX[op.kind] for op in graph.ops], dtype=torch.long),
         name=torch.tensor([names.get(op.name.rstrip("_"), 0) for op in graph.ops], dtype=torch.long),
         compiler=torch.full((number,), compiler, dtype=torch.long),
@@ -149,18 +137,13 @@ def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    data, document = read_pair(
-        tensors, card, "The weights of fusion", "train them with `python -m perfguard_research.fusion.train`"
-    )
-    if document.get("format") != FORMAT or document.get("sizes") != list(SIZES) or document.get("kinds") != list(OP_KINDS):
-        raise PredictorError("The weights of fusion were made for another version of PerfGuard. Train them again.")
-    check_hash(data, document, "fusion")
-    try:
+    mend = "python -m perfguard_research.fusion.train LABELS --out DIR"
+    made_for = {"format": FORMAT, "sizes": list(SIZES), "kinds": list(OP_KINDS)}
+    state, document = read_pair(tensors, card, "fusion", mend=mend, made_for=made_for)
+    with fitting("The weights 'fusion'"):
         network = EdgeClassifier(len(document["names"]) + 1, len(document["compilers"]), document["hidden"])
-        network.load_state_dict(load_tensors(data))
-    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise PredictorError(f"The weights of fusion do not fit the network: {type(error).__name__}: {error}") from error
-    return FusionModel(network, document["names"], document["compilers"])
+        network.load_state_dict(state)
+        return FusionModel(network, document["names"], document["compilers"])
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from perfguard.graph import OP_KINDS
 from perfguard_models.weight_files import write_pair
 from perfguard_research.fusion.labels import LabelledGraph, read_labels
 from perfguard_research.fusion.network import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of
+from perfguard_research.learners import batches
 
 _FOLDS = 5
 _HIDDEN = 64
@@ -73,13 +74,14 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
     labels = [torch.from_numpy(row.edge_labels()) for row in rows]
     network = EdgeClassifier(len(names) + 1, len(compilers), _HIDDEN)
     optimizer = torch.optim.Adam(network.parameters(), weight_decay=1e-5)
-    batches = sum(1 for _ in _batches(labels, list(range(len(rows)))))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=epochs * (batches + 2))
+    sizes = [len(own) for own in labels]
+    steps = epochs * (len([*batches(sizes, range(len(rows)), _EDGES_A_BATCH)]) + 2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
     rng = random.Random(seed)
     for _ in range(epochs):
         order = list(range(len(rows)))
         rng.shuffle(order)
-        for chosen in _batches(labels, order):
+        for chosen in batches(sizes, order, _EDGES_A_BATCH):
             wanted = torch.cat([labels[at] for at in chosen])
             logits = network(Batch.from_data_list([parts[at] for at in chosen]))
             loss = nn.functional.binary_cross_entropy_with_logits(logits[wanted >= 0], wanted[wanted >= 0].float())
@@ -89,19 +91,6 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
             optimizer.step()
             schedule.step()
     return FusionModel(network, names, compilers)
-
-
-def _batches(labels: Sequence[torch.Tensor], order: Sequence[int]) -> Iterable[list[int]]:
-    chosen: list[int] = []
-    edges = 0
-    for at in order:
-        chosen.append(at)
-        edges += len(labels[at])
-        if edges >= _EDGES_A_BATCH:
-            yield chosen
-            chosen, edges = [], 0
-    if edges:
-        yield chosen
 
 
 def cross_validated(rows: Sequence[LabelledGraph]) -> dict[str, Score]:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.features import FeatureSet
+from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
 from perfguard_models.trees import Forest, forest_of_boosting
 from perfguard_research.dataset import ALL_TABLES, STEPS, Run
@@ -30,7 +31,7 @@ class Roofline:
     """
 
     name: ClassVar[str] = "roofline"
-    views: ClassVar[tuple[str, ...]] = ("sums",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (SUMS,)
     tables: ClassVar[tuple[str, ...]] = ALL_TABLES
 
     def __init__(self, **settings: Any) -> None:
@@ -73,7 +74,7 @@ class Trees:
     """Boosted trees on the sums, on the logarithm of measured over physics."""
 
     name: ClassVar[str] = "trees"
-    views: ClassVar[tuple[str, ...]] = ("sums",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (SUMS,)
     tables: ClassVar[tuple[str, ...]] = STEPS
 
     def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:

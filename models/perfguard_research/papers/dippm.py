@@ -20,11 +20,11 @@ import itertools
 
 import torch
 from torch import nn
-from torch_geometric.nn import GraphSAGE
-from torch_geometric.utils import scatter
+from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE, global_add_pool
 
 from perfguard.graph import KIND_INDEX
-from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, Graphs
+from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, kinds_of
 
 _DROPOUT = 0.05
 _BLOCKS = 3
@@ -57,15 +57,14 @@ class _PMGNS(nn.Module):
         self.out = nn.Linear(hidden, outputs)
         self.dropout = nn.Dropout(_DROPOUT)
 
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        kinds = graphs.kinds()
+    def forward(self, graphs: Data) -> torch.Tensor:
+        kinds = kinds_of(graphs)
         z = torch.cat([kinds, graphs.nodes], dim=1)
         for block in self.sage:
             z = self.dropout(torch.relu(block(z, graphs.edge_index)))
         number = len(graphs.globals)
-        summed = scatter(z, graphs.graph, dim=0, dim_size=number, reduce="sum")
-        counts = scatter(kinds[:, _COUNTED], graphs.graph, dim=0, dim_size=number, reduce="sum").log1p() / 5
-        z = torch.cat([summed, graphs.globals, counts], dim=1)
+        summed, counts = (global_add_pool(values, graphs.batch, number) for values in (z, kinds[:, _COUNTED]))
+        z = torch.cat([summed, graphs.globals, counts.log1p() / 5], dim=1)
         for layer in self.connected:
             z = self.dropout(torch.relu(layer(z)))
         out: torch.Tensor = self.out(z)

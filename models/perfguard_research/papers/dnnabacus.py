@@ -20,30 +20,22 @@ import numpy.typing as npt
 import torch
 
 from perfguard.graph import OP_KINDS
+from perfguard_models.features import FeatureSet
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
-from perfguard_research.papers.layers import GLOBAL_COLUMNS, trains
+from perfguard_research.papers.layers import GLOBAL_COLUMNS, LAYERS, trains
 
 _NUMBER = len(OP_KINDS)
 _PARTS = 3
-
-
-def structural_matrix(run: Example) -> npt.NDArray[np.float32]:
-    """Number of edges from an operator of kind i to one of kind j. Shape: (len(OP_KINDS), len(OP_KINDS))."""
-    matrix = np.zeros((_NUMBER, _NUMBER), dtype=np.float32)
-    kind = run.view["kind"]
-    source, sink = run.view["edge_index"]
-    np.add.at(matrix, (kind[source], kind[sink]), 1)
-    return matrix
 
 
 class DNNAbacus:
     """The stacked ensemble, one for each quantity. Training steps only, as in the paper."""
 
     name: ClassVar[str] = "dnnabacus"
-    views: ClassVar[tuple[str, ...]] = ("layers",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (LAYERS,)
     tables: ClassVar[tuple[str, ...]] = STEPS
     mode: ClassVar[str] = "train"
 
@@ -107,6 +99,13 @@ class DNNAbacus:
 
 
 def _table(runs: Sequence[Example]) -> npt.NDArray[np.float32]:
-    """Matrix and facts of each run. Shape: (n, len(OP_KINDS)² + len(GLOBAL_COLUMNS))."""
-    rows = [np.concatenate([structural_matrix(run).ravel(), np.log1p(run.view["globals"])]) for run in runs]
-    return np.array(rows, dtype=np.float32)
+    """Matrix and facts of each run. Shape: (n, len(OP_KINDS)² + len(GLOBAL_COLUMNS)).
+
+    The matrix has the number of edges from an operator of kind i to one of kind j.
+    """
+    rows = np.zeros((len(runs), _NUMBER**2 + len(GLOBAL_COLUMNS)), dtype=np.float32)
+    for row, run in zip(rows, runs, strict=True):
+        source, sink = run.view["kind"][run.view["edge_index"]]
+        row[: _NUMBER**2] = np.bincount(source * _NUMBER + sink, minlength=_NUMBER**2)
+        row[_NUMBER**2 :] = np.log1p(run.view["globals"])
+    return rows

@@ -22,10 +22,12 @@ import itertools
 
 import torch
 from torch import nn
+from torch_geometric.data import Data
+from torch_geometric.nn import global_add_pool
 from torch_geometric.utils import scatter
 
-from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_KINDS, GraphLearner, Graphs
-from perfguard_research.papers.layers import GLOBAL_COLUMNS, STEP_COLUMNS
+from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_KINDS, GraphLearner, kinds_of
+from perfguard_research.papers.layers import GLOBAL_COLUMNS, STEP_COLUMNS, WHOLE_STEP
 
 _ROUNDS = 3
 _SLOPE = 0.01
@@ -39,7 +41,7 @@ class DNNPerf(GraphLearner):
     """DNNPerf's features and network; min-max scaling, sum readout, MSE."""
 
     name = "dnnperf"
-    views = ("step",)
+    views = (WHOLE_STEP,)
     mode = "train"
     scaling = "minmax"
 
@@ -57,15 +59,15 @@ class _Network(nn.Module):
         layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
         self.predictor = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        edge_index, facts = graphs.edge_index, graphs.globals[graphs.graph]
-        h = self.enter_node(torch.cat([graphs.kinds(_TYPES), graphs.nodes, facts[:, _OF_NODE + _OF_CONFIGURATION]], dim=1))
+    def forward(self, graphs: Data) -> torch.Tensor:
+        edge_index, facts = graphs.edge_index, graphs.globals[graphs.batch]
+        h = self.enter_node(torch.cat([kinds_of(graphs, _TYPES), graphs.nodes, facts[:, _OF_NODE + _OF_CONFIGURATION]], dim=1))
         backward = (graphs.kind[edge_index[1]] >= NUM_KINDS).long()
         kinds = nn.functional.one_hot(backward, 2)
         e = self.enter_edge(torch.cat([kinds, graphs.edges, facts[edge_index[0]][:, _OF_EDGE]], dim=1))
         for _ in range(_ROUNDS):
             h, e = self.encoder(h, e, edge_index)
-        summed = scatter(h, graphs.graph, dim=0, dim_size=len(graphs.globals), reduce="sum")
+        summed = global_add_pool(h, graphs.batch, len(graphs.globals))
         predicted: torch.Tensor = self.predictor(torch.sign(summed) * torch.log1p(summed.abs()))
         return predicted
 

@@ -15,19 +15,21 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted, State
+from perfguard_models.features import Arrays, FeatureSet
+from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
-from perfguard_research.learners import OnEpoch, labels_of, shuffled
-from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, trains
+from perfguard_research.learners import OnEpoch, batches, labels_of, shuffled
+from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,31 +42,9 @@ _VALIDATION = 8
 """One part of so many is held out."""
 
 
-class Graphs(NamedTuple):
-    """A batch of B graphs with n operators and m tensors between them. Features are scaled."""
-
-    kind: torch.Tensor  # shape: (n,)
-    nodes: torch.Tensor  # shape: (n, columns)
-    edge_index: torch.Tensor  # shape: (2, m)
-    edges: torch.Tensor  # shape: (m, columns)
-    globals: torch.Tensor  # shape: (B, columns)
-    kernel: torch.Tensor  # shape: (n,), which kernel; each operator is one where the learner does not read "kernels"
-    graph: torch.Tensor  # shape: (n,), which graph
-
-    def kinds(self, number: int = NUM_KINDS) -> torch.Tensor:
-        """Kinds of the operators, one-hot. Shape: (n, number)."""
-        return nn.functional.one_hot(self.kind, number).float()
-
-
-def joined(parts: Sequence[Graphs]) -> Graphs:
-    """Several batches as one."""
-    starts = np.cumsum([0, *(len(part.kind) for part in parts)]).tolist()
-    shifted = [
-        part._replace(edge_index=part.edge_index + start, kernel=part.kernel + start, graph=part.graph + at)
-        for at, (part, start) in enumerate(zip(parts, starts, strict=False))
-    ]
-    columns = zip(Graphs._fields, zip(*shifted, strict=True), strict=True)
-    return Graphs(*(torch.cat(values, dim=int(name == "edge_index")) for name, values in columns))
+def kinds_of(graphs: Data, number: int = NUM_KINDS) -> torch.Tensor:
+    """Kinds of the operators, one-hot. Shape: (n, number)."""
+    return nn.functional.one_hot(graphs.kind, number).float()
 
 
 class GraphLearner(ABC):
@@ -79,7 +59,7 @@ class GraphLearner(ABC):
     """
 
     name: ClassVar[str]
-    views: ClassVar[tuple[str, ...]] = ("layers",)
+    views: ClassVar[tuple[FeatureSet, ...]] = (LAYERS,)
     tables: ClassVar[tuple[str, ...]] = STEPS
     targets: ClassVar[tuple[str, ...]] = ("memory", "time")
     mode: ClassVar[str] = ""
@@ -88,8 +68,6 @@ class GraphLearner(ABC):
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
-    kept: ClassVar[tuple[str, ...]] = _SCALERS
-    """What a file of weights has beside network and labels."""
 
     def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
@@ -101,7 +79,12 @@ class GraphLearner(ABC):
 
     @abstractmethod
     def make_network(self, hidden: int) -> nn.Module:
-        """The network: :class:`Graphs` → standardised targets, shape (B, len(targets))."""
+        """The network: a batch of B graphs with n operators and m tensors → standardised targets, shape (B, len(targets)).
+
+        The batch has ``edge_index`` (2, m) and ``batch`` (n,) as PyG writes them, ``kind`` (n,), the scaled features ``nodes``
+        (n, columns), ``edges`` (m, columns) and ``globals`` (B, columns), and ``kernel_index`` (n,): which kernel an operator
+        runs in. Where the learner does not read KERNELS, each operator is one.
+        """
 
     def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss of one target, predicted and measured, both (n,)."""
@@ -124,6 +107,7 @@ class GraphLearner(ABC):
         self._fit_scale(runs)
         labels = self._fit_labels(np.stack([labels_of(runs, target) for target in self.targets], axis=1))
         graphs = [self._graph(run.view) for run in runs]
+        sizes = [graph.num_nodes for graph in graphs]
         every, seed = list(range(len(runs))), self.settings["seed"]
         parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
@@ -133,12 +117,12 @@ class GraphLearner(ABC):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
-            for chosen in _batches(graphs, [learn[i] for i in shuffled(len(learn), seed, epoch)]):
+            for chosen in batches(sizes, [learn[i] for i in shuffled(len(learn), seed, epoch)], _NODES_A_BATCH):
                 losses = []
                 for column, measured in enumerate(labels.T):
                     known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
                     if known:
-                        predicted = network(joined([graphs[i] for i in known]))[:, column]
+                        predicted = network(Batch.from_data_list([graphs[i] for i in known]))[:, column]
                         losses.append(self.loss(predicted, measured[known]))
                 optimizer.zero_grad()
                 self.backward(losses, network)
@@ -176,11 +160,13 @@ class GraphLearner(ABC):
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         made = cls(**settings)
-        made._scale = {key: tensors[f"scale.{key}"] for key in cls.kept}
+        network, made._scale = (
+            {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            for prefix in ("network.", "scale.")
+        )
         made._labels = tensors["labels"]
         made._network = made.make_network(settings["hidden"])
-        prefix = "network."
-        made._network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        made._network.load_state_dict(network)
         return made
 
     def _applies(self, run: Example) -> bool:
@@ -204,35 +190,24 @@ class GraphLearner(ABC):
                 self._labels[:, at] = torch.tensor([mean, scale, low, high])
         return (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
 
-    def _graph(self, view: Arrays) -> Graphs:
+    def _graph(self, view: Arrays) -> Data:
         scaled = {}
         for key, values in zip(_SCALERS, self.features(view), strict=True):
             low, width = self._scale[key]
             scaled[key] = (torch.from_numpy(np.atleast_2d(values)).log1p() - low) / width
-        kind = torch.from_numpy(view["kind"])
-        return Graphs(
-            kind=kind,
+        number = len(view["kind"])
+        return Data(
+            kind=torch.from_numpy(view["kind"]),
             edge_index=torch.from_numpy(view["edge_index"]),
-            kernel=torch.from_numpy(view["kernel"]) if "kernels" in self.views else torch.arange(len(kind)),
-            graph=torch.zeros(len(kind), dtype=torch.long),
+            kernel_index=torch.from_numpy(view["kernel"]) if KERNELS in self.views else torch.arange(number),
+            num_nodes=number,
             **scaled,
         )
 
-    def _outputs(self, graphs: Sequence[Graphs], order: Sequence[int]) -> torch.Tensor:
+    def _outputs(self, graphs: Sequence[Data], order: Sequence[int]) -> torch.Tensor:
         assert self._network is not None
         self._network.eval()
+        chosen = batches([graph.num_nodes for graph in graphs], order, _NODES_A_BATCH)
         with torch.inference_mode():
-            outputs = (self._network(joined([graphs[i] for i in chosen])) for chosen in _batches(graphs, order))
+            outputs = [self._network(Batch.from_data_list([graphs[i] for i in some])) for some in chosen]
             return torch.cat([torch.zeros(0, len(self.targets)), *outputs])
-
-
-def _batches(graphs: Sequence[Graphs], order: Sequence[int]) -> Iterator[list[int]]:
-    """The indices of ``order``, cut where the graphs so far have enough nodes."""
-    chosen: list[int] = []
-    for index in order:
-        chosen.append(index)
-        if sum(len(graphs[i].kind) for i in chosen) >= _NODES_A_BATCH:
-            yield chosen
-            chosen = []
-    if chosen:
-        yield chosen

@@ -1,8 +1,8 @@
 """The papers' view of a network: its operators, the tensors between them, and a few global features, in plain units.
 
-Four of the papers learn all costs from the operators of the forward pass ("layers"). DNNPerf also has those of the backward pass
-and of the optimizer as nodes, with the sizes of temporaries and gradients ("step"). LILOU also reads which operators run as one
-kernel ("kernels"). Each predictor scales the features in its own way.
+Four of the papers learn all costs from the operators of the forward pass (LAYERS). DNNPerf also has those of the backward pass
+and of the optimizer as nodes, with the sizes of temporaries and gradients (WHOLE_STEP). LILOU also reads which operators run as
+one kernel (KERNELS). Each predictor scales the features in its own way.
 
 The trace has no hyperparameters of pools. Their stride is the ratio of the heights of input and output, and the kernel is taken
 to be as large as the stride, without padding: 2 for a 3 x 3 pool with stride 2.
@@ -10,17 +10,15 @@ to be as large as the stride, without padding: 2 for a 3 x 3 pool with stride 2.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
-from perfguard_models import trained
-from perfguard_models.learner import Arrays
-from perfguard_models.trained import FeatureSet
+from perfguard_models.features import Arrays, FeatureSet
 from perfguard_research.fusion.network import shipped
 
 if TYPE_CHECKING:
@@ -41,18 +39,15 @@ DEVICE_COLUMNS = slice(_DEVICE, len(GLOBAL_COLUMNS))
 """Columns of `globals` for the device."""
 
 
-class Layers(NamedTuple):
-    """A graph with n operators and m tensors between them. All quantities in plain units (FLOPs, bytes, Hz)."""
+def layers_of(graph: OpGraph, device: Device, *, whole: bool = False) -> Arrays:
+    """The forward graph of ``graph``, or with ``whole`` all operators of the step, and the features of ``device``.
 
-    kind: npt.NDArray[np.int64]  # shape: (n,), index into OP_KINDS + len(OP_KINDS) * phase
-    nodes: npt.NDArray[np.float32]  # shape: (n, len(NODE_COLUMNS)), or STEP_COLUMNS
-    edge_index: npt.NDArray[np.int64]  # shape: (2, m)
-    edges: npt.NDArray[np.float32]  # shape: (m, len(EDGE_COLUMNS))
-    globals: npt.NDArray[np.float32]  # shape: (len(GLOBAL_COLUMNS),)
-
-
-def layers_of(graph: OpGraph, device: Device, *, whole: bool = False) -> Layers:
-    """The forward graph of ``graph``, or with ``whole`` all operators of the step, and the features of ``device``."""
+    Returns:
+        Of n operators and m tensors between them, in plain units (FLOPs, bytes, Hz):
+        ``kind`` (n,): indices into OP_KINDS, plus len(OP_KINDS) for each phase after the forward pass.
+        ``nodes`` (n, len(NODE_COLUMNS)), or with ``whole`` (n, len(STEP_COLUMNS)).
+        ``edge_index`` (2, m), ``edges`` (m, len(EDGE_COLUMNS)), and ``globals`` (len(GLOBAL_COLUMNS),).
+    """
     chosen = [index for index, op in enumerate(graph.ops) if whole or op.phase is Phase.FORWARD]
     ops = [graph.ops[index] for index in chosen]
     position = np.full(len(graph.ops), -1)
@@ -63,13 +58,13 @@ def layers_of(graph: OpGraph, device: Device, *, whole: bool = False) -> Layers:
     nodes = [(*_node(op, graph, read.get(at, op.shape)), *(_step_sizes(op, graph) if whole else ())) for at, op in enumerate(ops)]
     delivered = [(op.bytes_written, *_dims(op.shape)) for op in ops]
     forward = [op for op in ops if op.phase is Phase.FORWARD]
-    return Layers(
-        kind=np.array([KIND_INDEX[op.kind] + len(OP_KINDS) * op.phase for op in ops], dtype=np.int64),
-        nodes=np.array(nodes, dtype=np.float32).reshape(len(ops), -1),
-        edge_index=edge_index,
-        edges=np.array([delivered[source] for source in edge_index[0]], dtype=np.float32).reshape(-1, len(EDGE_COLUMNS)),
-        globals=np.array(_globals(graph, forward, device), dtype=np.float32),
-    )
+    return {
+        "kind": np.array([KIND_INDEX[op.kind] + len(OP_KINDS) * op.phase for op in ops], dtype=np.int64),
+        "nodes": np.array(nodes, dtype=np.float32).reshape(len(ops), -1),
+        "edge_index": edge_index,
+        "edges": np.array([delivered[source] for source in edge_index[0]], dtype=np.float32).reshape(-1, len(EDGE_COLUMNS)),
+        "globals": np.array(_globals(graph, forward, device), dtype=np.float32),
+    }
 
 
 def kernels(graph: OpGraph, device: Device) -> Arrays:
@@ -86,15 +81,9 @@ def trains(features: Arrays) -> bool:
     return bool(features["globals"][GLOBAL_COLUMNS.index("train")])
 
 
-FEATURE_SETS: Mapping[str, FeatureSet] = {
-    **trained.FEATURE_SETS,
-    "layers": FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device)._asdict()),
-    "step": FeatureSet(
-        (STEP_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device, whole=True)._asdict()
-    ),
-    "kernels": FeatureSet("kernel", kernels),
-}
-"""GuardNet's feature sets, and the network as the papers see it."""
+LAYERS = FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), layers_of)
+WHOLE_STEP = FeatureSet((STEP_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), functools.partial(layers_of, whole=True))
+KERNELS = FeatureSet("kernel", kernels)
 
 
 def _bytes_of(graph: OpGraph, storages: Iterable[int], kind: StorageKind) -> int:

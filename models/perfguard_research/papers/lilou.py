@@ -1,7 +1,7 @@
 """LILOU: which operators a compiler fuses, the latency of each fused sub-graph, and their sum.
 
 "LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving", figure 4. The graph partitioner
-(section 3.2.1, algorithm 1) is `perfguard_research.fusion`: its kernels come as the features "kernels". The sub-graph runtime
+(section 3.2.1, algorithm 1) is `perfguard_research.fusion`: its kernels come as the features KERNELS. The sub-graph runtime
 analyzer (section 3.2.2) is here: three blocks of GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, a mean over its
 operators, a latency, and the sum of the latencies. Table 1 has the features of a layer: type, input, output and parameter sizes,
 FLOPs. Table 2 has those of the device.
@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 from perfguard_research.fusion.kernels import KernelBlocks
-from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, Graphs
-from perfguard_research.papers.layers import NODE_COLUMNS
+from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, kinds_of
+from perfguard_research.papers.layers import KERNELS, LAYERS, NODE_COLUMNS
 
 _OF_LAYER = [NODE_COLUMNS.index(name) for name in ("input_bytes", "output_bytes", "weight_bytes", "flops")]
 
@@ -35,7 +36,7 @@ class Lilou(GraphLearner):
     """Latency as a sum over kernels. Root mean squared error."""
 
     name = "lilou"
-    views = ("layers", "kernels")
+    views = (LAYERS, KERNELS)
     targets = ("time",)
     mode = "infer"
     scales_labels = False
@@ -57,12 +58,12 @@ class _Latency(nn.Module):
         nn.init.zeros_(self.latency.weight)
         nn.init.constant_(self.latency.bias, -5.0)
 
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        x = torch.cat([graphs.kinds(), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.graph]], dim=1)
-        names, kernel = graphs.kernel.unique(return_inverse=True)
+    def forward(self, graphs: Data) -> torch.Tensor:
+        x = torch.cat([kinds_of(graphs), graphs.nodes[:, _OF_LAYER], graphs.globals[graphs.batch]], dim=1)
+        names, kernel = graphs.kernel_index.unique(return_inverse=True)
         source, sink = kernel[graphs.edge_index]
         inside = graphs.edge_index[:, source == sink]
         latency = self.latency(self.blocks(x, inside, kernel, len(names)))[:, 0].clamp(-12, 8).exp()
-        network = scatter(graphs.graph, kernel, dim_size=len(names), reduce="max")
+        network = scatter(graphs.batch, kernel, dim_size=len(names), reduce="max")
         total: torch.Tensor = scatter(latency, network, dim_size=len(graphs.globals), reduce="sum")
         return total.log()[:, None]

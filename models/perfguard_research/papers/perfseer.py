@@ -24,12 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch_geometric.utils import scatter, softmax
+from torch_geometric.data import Data
+from torch_geometric.nn import SoftmaxAggregation, global_max_pool, global_mean_pool
+from torch_geometric.utils import scatter
 
-from perfguard_models.learner import TARGETS, Arrays, Example, Predicted
+from perfguard_models.features import Arrays
+from perfguard_models.learner import TARGETS, Example, Predicted
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch
-from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, Graphs
+from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner
 from perfguard_research.papers.layers import DEVICE_COLUMNS, NODE_COLUMNS
 
 _FLOPS, _WEIGHTS = NODE_COLUMNS.index("flops"), NODE_COLUMNS.index("weight_bytes")
@@ -46,8 +49,6 @@ class PerfSeer(GraphLearner):
     name = "perfseer"
     tables = (*STEPS, "perceptron")
     targets = TARGETS
-    kept = (*GraphLearner.kept, "labelled")
-    """Also kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED)."""
 
     def make_network(self, hidden: int) -> nn.Module:
         return _SeerNetMulti(hidden, len(self.targets))
@@ -74,6 +75,7 @@ class PerfSeer(GraphLearner):
         pcgrad(losses, [p for p in network.parameters() if p.requires_grad])
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        # Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED).
         rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
         self._scale["labelled"] = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
         super().fit(runs, on_epoch=on_epoch)
@@ -123,8 +125,8 @@ class _SeerNetMulti(nn.Module):
             nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)) for _ in range(outputs)
         )
 
-    def forward(self, graphs: Graphs) -> torch.Tensor:
-        embedding = self.block(graphs.nodes, graphs.edges, graphs.globals, graphs.edge_index, graphs.graph)
+    def forward(self, graphs: Data) -> torch.Tensor:
+        embedding = self.block(graphs.nodes, graphs.edges, graphs.globals, graphs.edge_index, graphs.batch)
         return torch.cat([head(embedding) for head in self.heads], dim=1)
 
 
@@ -139,28 +141,22 @@ class _SeerBlock(nn.Module):
         self.enter_global_node = nn.Linear(nodes, hidden)
         self.of_facts = _mlp(2 * hidden + facts, hidden)
         self.synergy = nn.Linear(2, 1)
+        self.gather = SoftmaxAggregation()
 
     def forward(
         self, v: torch.Tensor, e: torch.Tensor, u: torch.Tensor, edge_index: torch.Tensor, batch: torch.Tensor
     ) -> torch.Tensor:
         source, target = edge_index
         number = len(u)
-        z = _softmax_sum(v, batch, number)  # the global node's start
+        z = self.gather(v, batch, dim_size=number)  # the global node's start
         e = self.of_edge(torch.cat([e, v[source], v[target]], dim=1))  # (2)
         gathered = scatter(e, target, dim=0, dim_size=len(v), reduce="mean")  # (3)
         v_new = self.of_node(torch.cat([gathered, v + z[batch], u[batch]], dim=1))  # (4)
-        z = self.of_global_node(_softmax_sum(v_new, batch, number) + self.enter_global_node(z))  # (5), (6)
-        highest = scatter(v_new, batch, dim=0, dim_size=number, reduce="max")
-        mean = scatter(v_new, batch, dim=0, dim_size=number, reduce="mean")
-        pooled = self.synergy(torch.stack([highest, mean], dim=2))[:, :, 0]  # (7): SynMM
+        z = self.of_global_node(self.gather(v_new, batch, dim_size=number) + self.enter_global_node(z))  # (5), (6)
+        both = [pool(v_new, batch, number) for pool in (global_max_pool, global_mean_pool)]
+        pooled = self.synergy(torch.stack(both, dim=2))[:, :, 0]  # (7): SynMM
         out: torch.Tensor = self.of_facts(torch.cat([pooled, z, u], dim=1))  # (8)
         return out
-
-
-def _softmax_sum(values: torch.Tensor, batch: torch.Tensor, number: int) -> torch.Tensor:
-    weight = softmax(values, batch, num_nodes=number)
-    summed: torch.Tensor = scatter(weight * values, batch, dim=0, dim_size=number, reduce="sum")
-    return summed
 
 
 def _mlp(inputs: int, outputs: int) -> nn.Sequential:

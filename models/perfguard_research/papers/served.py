@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
+from perfguard_models.learner import TARGETS as QUANTITIES
 from perfguard_models.learner import share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import FittedModel, read_trained, step_of
 from perfguard_research.learners import learner_class
-from perfguard_research.papers.layers import FEATURE_SETS
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -74,14 +74,15 @@ class Served:
     def _raw(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
         """Each quantity's logarithm (or logit) and standard deviation, from physics where the learner has no answer."""
         learner, card, calibration = self._trained
-        predicted = learner.predict([step_of(learner, graph, device, FEATURE_SETS)])
+        predicted = learner.predict([step_of(learner, graph, device)])
         known, group = device.id in card["trained_devices"], Setting.of(graph, device).group
         physics = {
             "memory": math.log(graph.peak_live_bytes + device.context_bytes),
             "time": math.log(max(float(roofline_s(graph, device).sum()), 1e-9)),
         }
         found = {target: (value, _UNKNOWN_LOG_SIGMA) for target, value in physics.items()}
-        for target, (value,) in predicted.items():
+        for target in QUANTITIES:
+            (value,) = predicted[target]
             if math.isfinite(value):
                 found[target] = float(value), calibration.log_sigma(target, group, 0.0, known_gpu=known)
         return found
@@ -104,7 +105,7 @@ def load(name: str, path: str | Path | None = None) -> Served:
     """
     stem = str(path) if path is not None else str(files("perfguard_research") / "weights" / name)
     tensors, card = Path(f"{stem}.safetensors"), Path(f"{stem}.json")
-    return Served(read_trained(tensors, card, name, learner_of=learner_class, feature_sets=FEATURE_SETS))
+    return Served(read_trained(tensors, card, name, learner_of=learner_class))
 
 
 # With the shipped weights, for the entry points of `perfguard.predictors`.
