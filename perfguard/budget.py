@@ -341,9 +341,8 @@ def _fraction(memory: int | float | str | None, name: str) -> float | None:
             return memory
         raise ConfigurationError(f"{name} as a fraction must lie in (0, 1], but got {memory!r}.")
     if 1 <= num_bytes < _LEAST_BARE_BYTES:
-        unit = "GiB" if num_bytes < 1024 else "MiB"
+        unit, whole = "GiB" if num_bytes < 1024 else "MiB", "the device" if name == "memory_budget" else "this machine's memory"
         raise ConfigurationError(
-            f"{name}={memory!r} is {num_bytes:.10g} bytes. "
-            f"Write '{num_bytes:.10g}{unit}', or a fraction of all memory such as 0.9."
+            f"{name}={memory!r} is {num_bytes:.10g} bytes. Write '{num_bytes:.10g}{unit}', or a fraction of {whole} such as 0.9."
         )
     return None
