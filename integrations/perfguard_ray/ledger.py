@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 import time
 import uuid
 from collections.abc import Hashable, Mapping
@@ -190,6 +191,9 @@ class Ledger:
             return _hash_of(config)
         if isinstance(found, CapturedTrial):
             traced += "".join(phase.content_hash for phase in found.phases.values())
+        host = getattr(found, "host_memory", None) if self.guard.budget.host_memory_bytes else None
+        if host is not None:  # which differs a little from dry run to dry run
+            traced += f"{10 * math.log(host.needed_bytes):.0f}"
         return traced, found.mode, found.steps, found.steps_per_epoch
 
     def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:

@@ -374,14 +374,22 @@ def _asking_frame() -> Any:
 
 
 def _fails_at_end() -> bool:
-    """Whether a batch is asked for by `next(iterator)` outside of a `try`, for which the end of the loader is an error."""
+    """Whether a batch is asked for by the user's own `next(iterator)`, and nothing up to the objective catches the end."""
     frame = _asking_frame()
+    while frame is not None and frame.f_code.co_name == "__next__":
+        frame = frame.f_back
     if frame is None or "next" not in frame.f_code.co_names or sys.version_info < (3, 11):
         return False
-    at: int = frame.f_lasti
-    is_loop = dis.opname[frame.f_code.co_code[at]] == "FOR_ITER"
-    tried: Any = dis.Bytecode(frame.f_code)
-    return not is_loop and not any(entry.start <= at < entry.end for entry in tried.exception_entries)
+    operator, argument = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    has_default = dis.opname[operator].startswith("CALL") and argument == 2
+    if has_default or dis.opname[operator] == "FOR_ITER" or "site-packages" in frame.f_code.co_filename:
+        return False
+    while frame is not None and Path(frame.f_code.co_filename).parent != Path(__file__).parent:
+        tried: Any = dis.Bytecode(frame.f_code)
+        if any(entry.start <= frame.f_lasti < entry.end for entry in tried.exception_entries):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _gives_without_end() -> bool:

@@ -47,20 +47,22 @@ class CutLoop:
     trains: bool = False
     """Whether it makes steps. Garbage is collected only after the first ones."""
 
-    def missing(self, ops: Sequence[Op], lives: Sequence[Life], num_epochs: int = 1) -> list[Life]:
+    def missing(self, ops: Sequence[Op], lives: Sequence[Life], looked_until: int) -> list[Life]:
         """Return storages in the place of all that the loop would hold in its last iteration. Empty: it keeps nothing.
 
-        Training may keep it over all epochs, of which there are ``num_epochs``.
+        The step of training that is judged ends before ``looked_until`` operators.
         """
-        window = self.begins_at[1:5] if self.trains else self.begins_at[-4:]
-        if len(window) < 4 or not (self.num_missing or self.trains):
+        if len(self.begins_at) < 4 + self.trains or not (self.num_missing or self.trains):
             return []
-        _, second, third, end = window
-        starts = [bisect_left(lives, at, key=lambda life: life.birth) for at in window]  # in the order of births
+        begins_at, ended = self.begins_at[-4:], self.begins_at[-1]
+        if self.trains:
+            begins_at = self.begins_at[1:-1]  # the first makes what lasts, the last may not have freed all
+        starts = [bisect_left(lives, at, key=lambda life: life.birth) for at in begins_at]  # in the order of births
         born = [range(begin, until) for begin, until in itertools.pairwise(starts)]
-        ended = self.begins_at[-1]
-        appended = [{index for index in made if not _dies_before(lives[index], ended - 1)} for made in born[:2]]
-        joined = _joined(ops[second:end], lives, born, end)
+        appended = [{index for index in made if not _dies_before(lives[index], ended - 1)} for made in born]
+        joined: dict[int, int] = {}
+        if not self.trains:
+            joined, appended = _joined(ops[begins_at[1] : ended], lives, born, ended), appended[:2]
         kept = sum(joined.values()) + min(sum(lives[index].num_bytes for index in made) for made in appended)
         if not kept:
             return []
@@ -69,15 +71,13 @@ class CutLoop:
         peak = max(self.num_missing * max(joined.values(), default=0), most * self.num_missing // self.num_seen)
         death = _last_death(holders | derived, lives)
         until = None if math.isinf(death) else max(int(death), ended)
-        name = "what a loop keeps"
+        name, num_bytes = "what a loop keeps", self.num_missing * kept + peak
         if not self.trains:
-            return [Life(self.num_missing * kept + peak, None, third, until, name, Phase.FORWARD)]
-        number = self.num_seen + self.num_missing
-        number *= num_epochs if until is None or until >= len(ops) - 1 else 1
-        at_last_step = max(0, number - 5) * kept  # what the first steps leave is there while they are looked at
+            return [Life(num_bytes, None, begins_at[2], until, name, Phase.FORWARD)]
+        at_last_step = max(0, self.num_seen + self.num_missing - 5) * kept  # what the first steps leave is there
         return [
-            Life(at_last_step, None, self.begins_at[0], max(ended - 1, 0), name, Phase.FORWARD),
-            Life((number - self.num_seen) * kept + peak, None, ended, until, name, Phase.FORWARD),
+            Life(at_last_step, None, self.begins_at[0], max(min(looked_until, ended) - 1, 0), name, Phase.FORWARD),
+            Life(num_bytes, None, ended, until, name, Phase.FORWARD),
         ]
 
 

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 LBFGS = "LBFGS: its history and most of its closures depend on values, and are not counted"
 """Entry in a graph's ``unmodelled``."""
+KEPT = "training keeps outputs on the device: it is taken to go on so to the end of the epoch"
+"""Another entry."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -232,12 +234,12 @@ class Watch:
     def _look_for_more(self, evaluates: bool, size: int, *, most_evaluations: int = 3) -> None:
         """Collect garbage where an evaluation begins, or a step of a larger input: more may be alive there than before."""
         was_training = bool(self._forwards) and not self._forwards[-1][1]
-        if len(self.marks) >= 5 and (
-            size > self._largest_input or (evaluates and was_training and len(self._clean_from) < most_evaluations)
-        ):
+        is_larger = size > 1.25 * self._largest_input
+        if len(self.marks) >= 5 and (is_larger or (evaluates and was_training and len(self._clean_from) < most_evaluations)):
             gc.collect()
             self._clean_from.append(len(self._recorder.ops))
-        self._largest_input = max(self._largest_input, size)
+        if is_larger or len(self.marks) < 5:
+            self._largest_input = max(self._largest_input, size)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules:
@@ -265,9 +267,8 @@ class Watch:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             own(optimizer, *args, **kwargs)
             self._number(optimizer)
-            if self.marks:  # it may train another model, and the last one is gone
-                self._forget_models()
-                gc.collect()
+            if self.marks and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
+                self._forget_models(only_dead=True)
 
         return __init__
 
@@ -360,10 +361,15 @@ class Watch:
         begin = self.loaders.first_ended_at
         return 0 if begin is None else sum(mark > begin for mark in self.marks)
 
-    def _forget_models(self) -> None:
+    def _forget_models(self, *, only_dead: bool = False) -> None:
         """Let go of the models so far. Those that have had their time must not be kept alive."""
+        held = {key: weakref.ref(root) for key, root in self._roots.items()}
         self._roots.clear()
-        self._paths_of.clear()
+        if only_dead:
+            gc.collect()
+            self._roots.update({key: root for key, ref in held.items() if (root := ref()) is not None})
+        if len(self._roots) < len(held):
+            self._paths_of.clear()
 
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
@@ -394,10 +400,10 @@ class Watch:
             raise CaptureError(f"The objective made no step of a torch optimizer.{why} Describe what it runs: build=...")
         self._held = self._lasting()
         self._lives = self._recorder.lives()
-        per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
-        num_epochs = -(-steps // per_epoch) if steps and per_epoch else 1
-        loops = *self.loaders.loops, *self.generations.loops
-        kept = [loop.missing(self._recorder.ops, self._lives, num_epochs) for loop in loops]
+        kept = [loop.missing(self._recorder.ops, self._lives, self.marks[:5][-1]) for loop in self.loaders.loops]
+        if any(loop.trains and found for loop, found in zip(self.loaders.loops, kept, strict=True)):
+            self._unmodelled.add(KEPT)
+        kept += [loop.missing(self._recorder.ops, self._lives, 0) for loop in self.generations.loops]
         self._lives += itertools.chain(*kept)
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
         number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
@@ -419,6 +425,7 @@ class Watch:
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
             judged += spans
         phases |= self._largest_beside(judged)
+        per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped), *size, ranks, host_memory)
@@ -530,7 +537,7 @@ class Watch:
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
                 *((GENERATED,) if mode == "train" and self.generations.are_cut(begin, end) else ()),
-                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS) if text in self._unmodelled),
+                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT) if text in self._unmodelled),
             ),
         )
 

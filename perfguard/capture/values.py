@@ -112,6 +112,8 @@ class Values:
                 found = _Value(empty_twin(target), zeros_on_host(target), is_sure=True)
         follows = found is not None and all(self.are_known(tensor) for tensor in others if tensor.is_meta)
         out = func(*args, **kwargs)
+        if not follows:
+            self._known.pop(target.untyped_storage(), None)
         if found is None or not follows or sum(tensor.numel() for tensor in others) > self.most_elements:
             return out
         with _disable_current_modes(), suppress(Exception):  # then it is not known any longer
