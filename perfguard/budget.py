@@ -311,8 +311,7 @@ class Budget:
         """
         yield Limit("memory", self.capacity_bytes(device), prediction.peak_memory)
         if self.host_memory_bytes is not None and host_memory is not None:
-            on_cpu = prediction.peak_memory.median if device.kind == "cpu" else 0.0  # the host is the device
-            yield Limit("host_memory", self.host_memory_bytes, Estimate(host_memory.needed_bytes + on_cpu, _HOST_LOG_SIGMA))
+            yield Limit("host_memory", self.host_memory_bytes, needed_on_host(host_memory, prediction, device))
         trial_times = [seconds for seconds in (self.trial_time_s, time_left_s) if seconds is not None]
         if trial_times and prediction.total_time is not None:
             yield Limit("time", max(min(trial_times), 1e-9), prediction.total_time)
@@ -328,6 +327,12 @@ class Budget:
             cost = prediction.cost(self.price_per_hour)
             if cost is not None:
                 yield Limit("cost", self.cost, cost)
+
+
+def needed_on_host(host_memory: HostMemory, prediction: Prediction, device: Device) -> Estimate:
+    """Return the bytes that a trial holds in the memory of the host. A CPU is the host, so there the step is on it, too."""
+    of_step = prediction.peak_memory.median if device.kind == "cpu" else 0.0
+    return Estimate(host_memory.needed_bytes + of_step, _HOST_LOG_SIGMA)
 
 
 def _fraction(memory: int | float | str | None, name: str) -> float | None:

@@ -252,7 +252,7 @@ class GuardedObjective:
             guarded._build = None
             return guarded
         except CaptureError as problem:
-            if not leads_ranks() and self._num_failed < 3:  # as often as dry runs are tried
+            if not leads_ranks() and self._num_failed < captures.most_failed:
                 guarded.first_forward = self._first_forward_of(guarded, captures, problem)
                 guarded.known.begin_unjudged()
                 return guarded

@@ -88,7 +88,7 @@ class DryRuns:
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._server = 0
-        self._most_failed = most_failed
+        self.most_failed = most_failed
         self._num_failed = 0
         self._num_runs = 0
         self._known: dict[Any, CapturedTrial | Exception] = {}
@@ -197,7 +197,7 @@ class DryRuns:
         self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
         failed = isinstance(found, CaptureError) and not isinstance(found, SelfEnded)
         self._num_failed = self._num_failed + 1 if failed else 0
-        if isinstance(found, CaptureError) and self._num_failed == self._most_failed:  # it fails whatever the parameters are
+        if isinstance(found, CaptureError) and self._num_failed == self.most_failed:  # it fails whatever the parameters are
             self._give_up(found)
         if isinstance(found, CaptureError) and not answers:  # it did not come to what tells trials apart
             return

@@ -124,7 +124,7 @@ class HostTensors(TorchDispatchMode):
             if not args[0].is_meta:
                 return self.use.keep(args[0])
             if not args[1].is_meta:  # it goes to its place at once, as the weights of a file do
-                args = args[0], args[0], *args[2:]
+                return self.values.run(func, args, kwargs, self.recorder.record)
         if func is aten.index.Tensor:
             args = args[0], [part for index in args[1] for part in self._positions(index)]
         if func is aten._ctc_loss.Tensor:  # its kernel reads the lengths

@@ -37,6 +37,10 @@ class _Value(NamedTuple):
     version: int = 0
     """PyTorch's count of the writes to the storage that are in ``source``."""
 
+    def copied(self) -> torch.Tensor:
+        """The values in a storage of their own that is laid out as the one on meta."""
+        return torch.empty_strided(self.like.shape, self.like.stride(), dtype=self.like.dtype, device="cpu").copy_(self.source)
+
 
 class Values:
     """Remembers values, and works out those that follow.
@@ -67,8 +71,7 @@ class Values:
             found = self._of(tensor)
             if found is None:
                 return zeros_on_host(tensor)
-            whole = torch.empty_strided(found.like.shape, found.like.stride(), dtype=found.like.dtype).copy_(found.source)
-            return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _part_of(found.copied(), tensor)
 
     def _of(self, tensor: torch.Tensor) -> _Value | None:
         found = self._known.get(tensor.untyped_storage())
@@ -110,17 +113,16 @@ class Values:
         if operator_of(func).name in _OVERWRITING and is_whole and not target.is_floating_point():
             with _disable_current_modes():
                 found = _Value(empty_twin(target), zeros_on_host(target), is_sure=True)
-        follows = found is not None and all(self.are_known(tensor) for tensor in others if tensor.is_meta)
-        out = func(*args, **kwargs)
-        if not follows:
-            self._known.pop(target.untyped_storage(), None)
+        follows = all(self.are_known(tensor) for tensor in others if tensor.is_meta)
+        is_from_host = func is aten.copy_.default and not args[1].is_meta
+        out = func(*((target, target, *args[2:]) if is_from_host else args), **kwargs)
         if found is None or not follows or sum(tensor.numel() for tensor in others) > self.most_elements:
+            self._known.pop(target.untyped_storage(), None)
             return out
         with _disable_current_modes(), suppress(Exception):  # then it is not known any longer
-            like, source = found.like, found.source
-            whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu").copy_(source)
-            part = whole.as_strided(target.shape, target.stride(), target.storage_offset())
-            func(part, *tree_map_only(torch.Tensor, self.read, args[1:]), **self._keywords_on_host(kwargs))
+            whole, others_on_host = found.copied(), tree_map_only(torch.Tensor, self.read, args[1:])  # parts of it, perhaps
+            self._known.pop(target.untyped_storage(), None)
+            func(_part_of(whole, target), *others_on_host, **self._keywords_on_host(kwargs))
             version = _version_of(target) + 1  # PyTorch counts this write when it has returned
             self._known[target.untyped_storage()] = found._replace(source=whole, version=version)
         return out
@@ -157,6 +159,11 @@ class Values:
             name: torch.device("cpu") if name == "device" and value is not None else tree_map_only(torch.Tensor, self.read, value)
             for name, value in kwargs.items()
         }
+
+
+def _part_of(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What ``tensor`` is of its storage on meta, of one on the host that is laid out alike."""
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _version_of(tensor: torch.Tensor) -> int:

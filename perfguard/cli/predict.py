@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfguard.budget import NOUNS, Budget
+from perfguard.budget import NOUNS, Budget, needed_on_host
 from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
@@ -62,10 +62,7 @@ def predict(arguments: argparse.Namespace) -> None:
     if work.phases:
         document["peak_memory_by_phase_bytes"] = {name: estimate_as_json(peak) for name, peak in phases.items()}
     if work.host_memory is not None:
-        needed = Budget(host_memory_bytes=1).limits(prediction, device, host_memory=work.host_memory)
-        document["host_memory_bytes"] = next(
-            estimate_as_json(limit.estimate) for limit in needed if limit.quantity == "host_memory"
-        )
+        document["host_memory_bytes"] = estimate_as_json(needed_on_host(work.host_memory, prediction, device))
     document["notes"] = [*alias_notes(arguments.gpu, whole), *work.notes]
     if arguments.mig == "auto":
         document["mig"] = _smallest_instance(whole, graph, prediction, predictor)

@@ -1455,6 +1455,23 @@ def test_counters_and_labels_that_are_changed_in_place_keep_their_values(device:
     assert set(seen) == {7}
 
 
+def test_what_the_host_writes_into_a_tensor_is_known() -> None:
+    seen = []
+
+    def objective() -> None:
+        numbers = torch.zeros(4, dtype=torch.long, device="cuda")
+        numbers.copy_(torch.tensor([1, 2, 3, 4]))
+        numbers[:2].copy_(torch.tensor([8, 9]))
+        seen.append(numbers.tolist())
+        numbers += torch.randn(4, device="cuda").long()
+        seen.append(numbers.tolist())
+        model = nn.Linear(20, 3).cuda()
+        fit(model, rows(), torch.optim.SGD(model.parameters()))
+
+    assert capture(objective, A100).unseen == ""
+    assert seen == [[8, 9, 3, 4], [0, 0, 0, 0]]
+
+
 def test_state_of_an_optimizer_is_loaded_on_a_cpu(tmp_path: Path) -> None:
     def objective() -> None:
         model = nn.Linear(20, 3)
