@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 HAS_SENT = 86
-"""Exit status of a child that has sent what it saw. Any other: the objective has ended its process."""
+"""Exit status of a child that has said what it was forked for. Any other: something else has ended its process."""
 
 Ask = Callable[..., Any]
 """``ask(*question)`` returns the value of a parameter. The question is the tuner's own, and can be pickled."""
@@ -331,16 +331,9 @@ def autograd_refuses_forks(*, most_seconds: float = 5.0) -> bool:
         try:
             torch.ones((), requires_grad=True).backward()
         except RuntimeError:
-            os._exit(1)
+            os._exit(HAS_SENT)
         os._exit(0)
-    ends_at = time.monotonic() + most_seconds
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > ends_at:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return False
-        time.sleep(0.001)
-    return os.waitstatus_to_exitcode(ended[1]) == 1
+    return not await_child(child, most_seconds, sys.maxsize, os.getppid())
 
 
 def fork(*, keeps_autograd: bool) -> int:

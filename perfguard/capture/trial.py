@@ -407,11 +407,8 @@ class Watch:
         self._lives += itertools.chain(*kept)
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
         number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
-        if len(self.marks) > number + 2 and self._evaluates(number) and not self._evaluates(number + 1):
-            number += 1
-        lengths = [end - begin for begin, end in itertools.pairwise(self.marks[number : number + 4])]
-        if len(lengths) == 3 and lengths[0] != lengths[1] == lengths[2] and not self._evaluates(number + 1):
-            number += 1  # an average of weights begins with a copy of them
+        candidates = range(number, min(number + 2, len(self.marks) - 1))
+        number = min(candidates, key=self._is_unusual, default=number)
         begin, end, after = self._step(number)
         judged = [(begin, end)]
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
@@ -474,8 +471,12 @@ class Watch:
             return self._first_forward(), marks[0], None
         return marks[number], marks[number + 1], marks[number + 2] if len(marks) > number + 2 else None
 
-    def _evaluates(self, number: int) -> bool:
-        return any(evaluates and self.marks[number] <= at < self.marks[number + 1] for at, evaluates in self._forwards)
+    def _is_unusual(self, number: int) -> tuple[bool, bool]:
+        """Whether a step has an evaluation, and whether the next one is another: an average of weights begins with a copy."""
+        begin, end = self.marks[number : number + 2]
+        evaluates = any(evaluates and begin <= at < end for at, evaluates in self._forwards)
+        lengths = [end - begin for begin, end in itertools.pairwise(self.marks[number : number + 3])]
+        return evaluates, len(set(lengths)) != 1 or len(lengths) < 2
 
     def _evaluation(self) -> tuple[int, int] | None:
         """First and last operator of what was computed between the last step of the first epoch and the second epoch."""
