@@ -203,7 +203,12 @@ class Database:
 
 def _as_line(row: Row) -> str:
     document = {"table": row.table, "row": row.values}
-    return json.dumps(document, default=lambda graph: base64.b64encode(graph.to_bytes()).decode()) + "\n"
+    return json.dumps(document, default=_as_text) + "\n"
+
+
+def _as_text(graph: Any) -> str:
+    """Its bytes, which an attempt to insert it may have made already."""
+    return base64.b64encode(graph if isinstance(graph, bytes) else graph.to_bytes()).decode()
 
 
 def _row_in(line: bytes) -> Row:

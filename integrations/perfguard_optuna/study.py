@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FixedTrial, FrozenTrial, TrialState
 from rich.console import Console
 
 from perfguard.capture import SelfEnded
@@ -166,13 +166,15 @@ class GuardedObjective:
             self._build.close()
             self._build = self.guard.build = None
 
-    def __call__(self, trial: optuna.Trial | None) -> float | Sequence[float]:
-        """Run one trial. None: that of rank 0.
+    def __call__(self, trial: optuna.Trial | FixedTrial | None) -> float | Sequence[float]:
+        """Run one trial. None: that of rank 0. A FixedTrial, which belongs to no study, runs as it is.
 
         Raises:
             optuna.TrialPruned: if it does not fit, ran out of memory, or has reached the hard time limit.
             ConfigurationError: if several ranks run it with a setting that is for one process.
         """
+        if isinstance(trial, FixedTrial):  # it belongs to no study: the objective is tried
+            return self._objective(trial)
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
         if self.guard.ends_or_repeats and (ranks is not None or leads_ranks()):
             raise ConfigurationError(

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -119,17 +120,12 @@ class DryRuns:
             _serve(there, self._objective, self._device, self._most_bytes, os.getppid(), keeps_autograd)
         there.close()
         self._pipe = here
+        self._finalizer = weakref.finalize(self, _end_server, self._server, here, os.getpid())
 
     def close(self) -> None:
-        """End the server, and the dry run that it may be in."""
+        """End the server, and the dry run that it may be in. So does the end of this object."""
         if self._pipe is not None:
-            self._pipe.close()
-            with suppress(ProcessLookupError):
-                os.kill(self._server, signal.SIGKILL)
-            with suppress(ProcessLookupError):  # it may not have made its group yet
-                os.killpg(self._server, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(self._server, 0)
+            self._finalizer()
             self._pipe, self._server = None, 0
 
     def afford(self, trial_s: float, *, share: float = 0.05) -> None:
@@ -318,6 +314,18 @@ def _serve(
         pass
     finally:
         os._exit(0)
+
+
+def _end_server(server: int, pipe: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a process that was forked meanwhile
+        return
+    pipe.close()
+    with suppress(ProcessLookupError):
+        os.kill(server, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it may not have made its group yet
+        os.killpg(server, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(server, 0)
 
 
 def autograd_refuses_forks(*, most_seconds: float = 5.0) -> bool:

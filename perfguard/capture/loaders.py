@@ -46,6 +46,25 @@ class _Pass:
     loop: CutLoop = field(default_factory=CutLoop)
 
 
+class Allowance:
+    """Time to spend on work: some ``seconds`` of the processor, or three times as many on the wall.
+
+    A busy machine takes longer for the same work, and a slow disk waits without any.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._from_s = time.process_time(), time.monotonic()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has run out."""
+        worked_s, waited_s = (
+            now - begun for now, begun in zip((time.process_time(), time.monotonic()), self._from_s, strict=True)
+        )
+        return worked_s > self._seconds or waited_s > 3 * self._seconds
+
+
 class Loaders:
     """Follows the loaders of an objective, and cuts them short: an epoch is a pass over a loader that feeds steps.
 
@@ -59,8 +78,8 @@ class Loaders:
     def __init__(self, num_operators: Callable[[], int], *, seconds_spared: float) -> None:
         self._num_operators = num_operators
         self._seconds_spared = seconds_spared
-        self._spared_from: tuple[float, float] | None = None
-        """Where the clocks of the processor and of the wall stood when that began. None: it has not."""
+        self._allowance: Allowance | None = None
+        """None: that has not begun."""
         self.must_spare = False
         """Whether nothing may be cut yet: an optimizer that was made has not stepped."""
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
@@ -101,11 +120,7 @@ class Loaders:
     @property
     def may_spare(self) -> bool:
         """Whether there is time for what shows nothing new."""
-        if self._spared_from is None:
-            return True
-        # What counts is work. A busy machine takes longer for it, and a slow disk waits without any.
-        took_s, waited_s = (now - then for now, then in zip(_clocks(), self._spared_from, strict=True))
-        return took_s <= self._seconds_spared and waited_s <= 3 * self._seconds_spared
+        return self._allowance is None or not self._allowance.is_spent
 
     @property
     def feed_steps(self) -> bool:
@@ -203,7 +218,7 @@ class Loaders:
     def begin_forward(self, *, is_first: bool, evaluates: bool) -> None:
         """Note a forward pass of a model. What was given since the last step feeds an evaluation, if it has no gradients."""
         if is_first:
-            self._spared_from = _clocks()
+            self._allowance = Allowance(self._seconds_spared)
         self._evaluates = evaluates
         if evaluates:
             for loader in self._giving:
@@ -242,7 +257,7 @@ class Loaders:
                 self._end_first_epoch(num_steps - 1)
             self._num_epochs += 1
         if len(self._used) == 3:
-            self._spared_from = _clocks()
+            self._allowance = Allowance(self._seconds_spared)
 
     def _end_first_epoch(self, num_steps: int) -> None:
         most = self._steps_of_whole()
@@ -310,10 +325,6 @@ def _loader_of(iterator: Any) -> Any:
 def batches_given() -> Mapping[Any, int]:
     """Return the iterators over loaders of this process, with the number of batches that each has given."""
     return weakref.WeakKeyDictionary({each: each._num_yielded for each in objects_of(dataloader._BaseDataLoaderIter)})
-
-
-def _clocks() -> tuple[float, float]:
-    return time.process_time(), time.monotonic()
 
 
 def samples_in_batch(loader: Any) -> int | None:

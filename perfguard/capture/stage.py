@@ -98,6 +98,9 @@ class HostTensors(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _is_composite(func):  # autograd takes these apart before, but not for tensors of inference mode
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         given = tensors_in((args, kwargs))
         if kwargs.get("pin_memory"):  # there may be no GPU for it, and a process that was forked may not use one
             kwargs = {**kwargs, "pin_memory": False}
@@ -113,9 +116,8 @@ class HostTensors(TorchDispatchMode):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
-        if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):  # the others in inference mode
-            value = self.values.read(args[0]).item() or self.recorder.selections.are_some(args[0])
-            return bool(value) if func is aten.is_nonzero.default else value
+        if func is aten._local_scalar_dense.default:
+            return self.values.read(args[0]).item() or self.recorder.selections.are_some(args[0])
         if func in (aten.equal.default, aten.allclose.default):
             return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
@@ -192,6 +194,11 @@ class HostTensors(TorchDispatchMode):
             if tensor.numel() <= self.values.most_elements and not tensor.is_cuda:
                 self.values.remember(twin, tensor.clone())  # a clone does not keep what the twin lives as long as
         return views[place]
+
+
+@functools.cache
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 _READING_LENGTHS = (aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)

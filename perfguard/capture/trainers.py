@@ -1,5 +1,7 @@
 """Trainers of libraries on the stage: how many steps they will make, and an evaluation after an epoch that was cut short.
 
+What they would find out first (a learning rate, a batch size that fits) is not looked for. Their checkpoints can be read again.
+
 Lightning 2.6 and Transformers' Trainer (5.24).
 """
 
@@ -8,6 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from perfguard.graph.shape_rules import META
 from perfguard.pytorch import objects_of
@@ -28,6 +32,14 @@ def follow_trainers(replace: Replace, loaders: Loaders) -> None:
         if not hasattr(loop.on_advance_end, "__wrapped__"):
             replace(loop, "on_advance_start", lambda own: _saying_steps_of_lightning(own, loaders))
             replace(loop, "on_advance_end", _validating)
+            replace(sys.modules[loop.__module__.replace("loops.fit_loop", "callbacks.lr_finder")], "_lr_find", _finding_no_rate)
+            finder = sys.modules[loop.__module__.replace("loops.fit_loop", "callbacks.batch_size_finder")]
+            replace(finder, "_scale_batch_size", lambda _: lambda *_, **__: None)  # the model keeps its own
+    for package in ("lightning.fabric", "lightning_fabric"):
+        files = getattr(sys.modules.get(f"{package}.plugins.io.torch_io"), "TorchCheckpointIO", None)
+        if files is not None and not hasattr(files.load_checkpoint, "__wrapped__"):
+            replace(files, "save_checkpoint", lambda _: lambda _self, checkpoint, path, **_: torch.save(checkpoint, path))
+            replace(files, "load_checkpoint", _loading_what_was_saved)
 
 
 def _loops_of_lightning() -> list[Any]:
@@ -90,6 +102,29 @@ def _saying_steps_of_lightning(own: Any, loaders: Loaders) -> Any:
         own(self)
 
     return on_advance_start
+
+
+def _finding_no_rate(own: Any) -> Any:
+    """A rate changes no step, and the losses that would tell it are 0."""
+
+    def _lr_find(*_: Any, min_lr: float, max_lr: float, **__: Any) -> Any:
+        rates = [min_lr * (max_lr / min_lr) ** (number / 19) for number in range(20)]
+        found = sys.modules[own.__module__]._LRFinder("exponential", min_lr, max_lr, len(rates))
+        found.results = {"lr": rates, "loss": [0.0] * len(rates)}
+        return found
+
+    return _lr_find
+
+
+def _loading_what_was_saved(own: Any) -> Any:
+    @functools.wraps(own)
+    def load_checkpoint(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(self, path, *args, **kwargs)
+        except FileNotFoundError:  # a dry run writes no file, but knows what was saved
+            return torch.load(path)
+
+    return load_checkpoint
 
 
 def _validating(own: Any) -> Any:

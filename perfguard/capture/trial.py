@@ -11,7 +11,6 @@ import gc
 import itertools
 import math
 import sys
-import time
 import traceback
 import weakref
 from bisect import bisect_right
@@ -27,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.deepspeed_engine import engines_in
-from perfguard.capture.loaders import Loaders
+from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
@@ -127,7 +126,8 @@ class Watch:
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, device.kind)
         self._most_seconds = most_seconds
-        self._ends_at = math.inf
+        self._allowance: Allowance | None = None
+        """For the steps after the third. None: these have not begun."""
         self.unseen = ""
         """Why the objective's end was not seen."""
         self.marks: list[int] = []
@@ -344,11 +344,11 @@ class Watch:
         self.loaders.end_step(self._stepped[number])
         if self.loaders.must_spare:
             return
-        if len(self.marks) >= 3 and self._ends_at == math.inf:
-            self._ends_at = time.monotonic() + self._most_seconds
+        if len(self.marks) >= 3:
+            self._allowance = self._allowance or Allowance(self._most_seconds)
         if len(self.marks) >= 3 + self._ranks.are_many and not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
-        if time.monotonic() > self._ends_at:
+        if self._allowance is not None and self._allowance.is_spent:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
 
     def _is_same_step(self) -> bool:

@@ -66,6 +66,11 @@ def assert_judged(trials: Sequence[FrozenTrial]) -> None:
         assert verdict.predicted["memory"].median > 0
 
 
+def test_a_fixed_trial_tries_the_objective() -> None:
+    objective = perfguard_optuna.guarded(lambda trial: trial.suggest_float("x", 0, 1) ** 2, gpu="cpu", log=False)
+    assert objective(optuna.trial.FixedTrial({"x": 0.5})) == 0.25
+
+
 # --- Scripts as in optuna-examples ----------------------------------------------------------------------------------------------
 
 SCRIPTS: dict[str, tuple[str, int, int]] = {  # what it needs, steps of an epoch and of a trial

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -310,6 +311,20 @@ def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> N
         assert not beside(path.parent)
         for file, data in content:  # as if it had died after it had written the rows, before it removed the files
             file.write_bytes(data)
+
+
+def test_rows_that_a_database_has_refused_to_write_wait_beside_it(path: Path, graph: OpGraph) -> None:
+    """Their graphs have been made into bytes by then."""
+    store = MeasurementStore(path)
+    record(store, 0)
+    engine = store._database.engine
+    sqlalchemy.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only=ON"))
+    engine.dispose()  # as if the file was made read-only
+    with pytest.warns(LogWarning, match="readonly database"):
+        record(store, 1, graph=graph, device=DEVICE)
+        store.close()
+    assert len(beside(path.parent)) == 1
+    assert trials(path) == [0, 1]
 
 
 def test_another_version_at_writing_spares_the_study(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import gc
 import os
 import random
 import signal
@@ -645,6 +646,16 @@ def test_a_server_that_was_killed_is_started_again(dry: Callable[..., DryRuns]) 
     with pytest.raises(CaptureError, match="process for dry runs has ended"):
         runs.capture(answering({"width": 8}))
     assert runs.capture(answering({"width": 9})).steps == 20
+
+
+def test_dry_runs_that_are_gone_have_no_server() -> None:
+    runs = DryRuns(lambda ask: train(), A100)
+    runs.start()
+    server = runs._server
+    del runs
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
 
 
 def test_closing_ends_the_server_and_may_be_done_twice(dry: Callable[..., DryRuns]) -> None:

@@ -50,6 +50,44 @@ def test_lightning_says_its_steps() -> None:
     assert (early.steps, early.steps_per_epoch) == (None, BATCHES)
 
 
+@pytest.mark.parametrize("finds", ["lr_find", "scale_batch_size"])
+def test_what_lightning_finds_out_before_it_trains_is_left_out_and_its_checkpoints_are_read(finds: str, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.tuner import Tuner
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.lr, self.batch_size = nn.Linear(20, 3), 0.1, 2
+
+        def training_step(self, batch: Any) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def test_step(self, batch: Any) -> None:
+            self.log("score", self.layer(batch[0].repeat(1000, 1)).mean())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.randn(2 * BATCHES, 20)), self.batch_size)
+
+        test_dataloader = train_dataloader
+
+    def objective() -> None:
+        model, trainer = Module(), pl.Trainer(max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+        found = getattr(Tuner(trainer), finds)(model)
+        if finds == "lr_find":
+            model.lr = found.suggestion()
+        trainer.fit(model)
+        trainer.test(model, ckpt_path="best", verbose=False)
+
+    seen = in_a_child(objective, "cpu")
+    assert (seen.steps, seen.steps_per_epoch, seen.unseen) == (2 * BATCHES, BATCHES, "")
+    assert max(graph.peak_live_bytes for graph in seen.phases.values()) > 4 * 2000 * 20, "the test"
+    assert not [*tmp_path.iterdir()]
+
+
 def test_transformers_says_its_steps(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 

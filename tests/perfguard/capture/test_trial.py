@@ -456,6 +456,21 @@ def test_torchmetrics_counts_on_the_device() -> None:
     assert capture(objective, A100).unseen == ""
 
 
+def test_evaluation_in_inference_mode_is_the_same_as_without_gradients() -> None:
+    def objective(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
+        model = convolutional().cuda()
+        fit(model, images(), torch.optim.SGD(model.parameters(), lr=0.1), epochs=1)
+        model.eval()
+        with mode():
+            found = [model(x.cuda()).softmax(1) for x, _ in images()]
+            assert torch.cat(found).cpu().shape == torch.cat(found).to("cpu", torch.float64).shape
+        assert found[0].to("cpu").sum() == 0
+
+    outside, inside = (capture(partial(objective, mode), A100) for mode in (torch.no_grad, torch.inference_mode))
+    assert outside.unseen == inside.unseen == ""
+    assert inside.phases["the evaluation"].content_hash == outside.phases["the evaluation"].content_hash
+
+
 @pytest.mark.parametrize("keeps", ["on the host", "on the device", "by the network"])
 def test_masks_select_rows(keeps: str) -> None:
     def objective() -> None:
