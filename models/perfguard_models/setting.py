@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from perfguard.devices import Device
+from perfguard.graph import OpGraph
 from perfguard_models.calibration import OPERATOR
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
-    from perfguard.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +49,11 @@ class Setting:
     def timed_as(self) -> str:
         """How the card of the weights names the setting among those with measured step times."""
         return f"{self.device_id} {self.mode} {self.arithmetic}"
+
+    @property
+    def variant(self) -> str:
+        """Arithmetic, layout and "compiled", for reports by group."""
+        return " ".join([self.arithmetic, self.layout, *(["compiled"] if self.compiled else [])])
 
     @property
     def group(self) -> str:

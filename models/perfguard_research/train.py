@@ -83,7 +83,7 @@ def train_and_write(
         "version": 1,
         "trained_devices": sorted({run.gpu for run in used if not run.is_single}),
         "trained_cpus": sorted(dataset.cpus),
-        "timed": sorted({run.timed_as for run in used if "time" in run.labels and not run.is_single}),
+        "timed": sorted({run.setting.timed_as for run in used if "time" in run.labels and not run.is_single}),
         "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
         "left_out": dataset.rejections(),
         "command": command,

@@ -266,7 +266,7 @@ def test_weights_that_cannot_be_right_are_refused(weights: Path, tmp_path: Path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"predictor": "unknown"}))
     with pytest.raises(PredictorError, match="No predictor that can be trained is called 'unknown'"):
         served.load("dippm", weights)
-    with pytest.raises(PredictorError, match=r"'dippm' cannot be read: .*perfguard train TABLE"):
+    with pytest.raises(PredictorError, match=r"'nothing' cannot be read: .*perfguard train TABLE"):
         served.load("dippm", tmp_path / "nothing")
 
 

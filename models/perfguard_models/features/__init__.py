@@ -7,14 +7,12 @@ launches        the operators of a step in launch order, and the tensors between
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from perfguard.devices import Device
 from perfguard.graph import OpGraph
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 Arrays = dict[str, npt.NDArray[Any]]
 """Features of one step on one device, by name."""

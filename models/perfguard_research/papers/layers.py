@@ -13,16 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_research.fusion.network import shipped
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 NODE_COLUMNS = (
     "flops", "input_bytes", "output_bytes", "weight_bytes", "kernel_height", "kernel_width", "stride", "padding", "dilation",
