@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +21,10 @@ LARGEST_BYTES = 64 * 2**20
 
 
 def write_pair(out: Path, tensors: Mapping[str, torch.Tensor], card: Mapping[str, Any]) -> None:
-    """Write both."""
+    """Write both. The card says when and on what machine."""
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    text = json.dumps({"sha256": hashlib.sha256(data).hexdigest(), **card}, indent=1) + "\n"
+    made = f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}"
+    text = json.dumps({"sha256": hashlib.sha256(data).hexdigest(), **card, "made": made}, indent=1) + "\n"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".safetensors").write_bytes(data)
     out.with_suffix(".json").write_text(text, encoding="utf-8")

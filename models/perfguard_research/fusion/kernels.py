@@ -19,9 +19,7 @@ import argparse
 import hashlib
 import itertools
 import json
-import platform
 import re
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -270,7 +268,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
     rows = read_rows(arguments.table)
     scores = cross_validated(rows)
     model = fitted(rows)
@@ -283,7 +280,6 @@ def main() -> None:
         "rows": dict(sorted(Counter(rows["operator"] + " " + rows["gpu"]).items())),
         "source": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
         "scores": scores,
-        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "kernels", {**model.network.state_dict(), "scale": model.scale}, card)
     print(json.dumps(scores, indent=1))

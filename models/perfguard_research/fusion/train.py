@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -114,7 +112,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
     rows = [row for path in arguments.labels for row in read_labels(path) if row.graph.edges.shape[1]]
     scores = cross_validated(rows)
     model = fitted(rows)
@@ -139,7 +136,6 @@ def main() -> None:
             for own in [[row for row in rows if row.compiler == compiler]]
         },
         "scores": {"GAT-LSTM": {name: score._asdict() for name, score in scores.items()}},
-        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "fusion", model.network.state_dict(), card)
     print(json.dumps(card["scores"], indent=1))
