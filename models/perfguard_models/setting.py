@@ -42,7 +42,7 @@ class Setting:
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
             has_recurrent_layers="rnn" in graph.kinds,
-            is_single=is_single(graph),
+            is_single=not {"operator", "kernel"}.isdisjoint(graph.options),
         )
 
     @property
@@ -80,11 +80,6 @@ def timed_as_any(graph: OpGraph, device: Device) -> frozenset[str]:
     as_default = {one for one, kinds in differs_in.items() if not is_faster or graph.kinds.isdisjoint(kinds)}
     same = as_default if own.arithmetic in as_default else {own.arithmetic}
     return frozenset(dataclasses.replace(own, arithmetic=one).timed_as for one in same)
-
-
-def is_single(graph: OpGraph) -> bool:
-    """Whether the graph is an operator of a table of single operators, and no step."""
-    return not {"operator", "kernel"}.isdisjoint(graph.options)
 
 
 def arithmetic_of(precision: str, options: Collection[str], device: Device) -> str:

@@ -11,10 +11,10 @@ from perfguard.devices import Device
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, OpGraph
 from perfguard_models.calibration import Calibration
-from perfguard_models.features import Arrays
+from perfguard_models.features import features_of
 from perfguard_models.learner import Learner, Step
 from perfguard_models.memory_forest import MemoryForest
-from perfguard_models.setting import is_single
+from perfguard_models.setting import Setting
 from perfguard_models.step_time import StepTime
 from perfguard_models.weight_files import check_made_for, fitting, read_pair, write_pair
 
@@ -82,7 +82,4 @@ def read_trained(path: Path, *, learner_of: Callable[[str], type[Learner]] = lea
 
 def step_of(learner: Learner, graph: OpGraph, device: Device) -> Step:
     """Return ``graph`` on ``device`` with the features that ``learner`` reads."""
-    features: Arrays = {}
-    for view in learner.views:
-        features |= view.compute(graph, device)
-    return Step(is_single(graph), features)
+    return Step(Setting.of(graph, device).is_single, features_of(learner.views, graph, device))

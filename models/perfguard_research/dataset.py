@@ -31,7 +31,7 @@ from rich.progress import track
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, TraceCache
-from perfguard_models.features import Arrays, FeatureSet
+from perfguard_models.features import Arrays, FeatureSet, features_of
 from perfguard_models.setting import Setting
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
@@ -266,8 +266,7 @@ def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path)
         for row in members:
             device = row.device
             if repr(device) not in on_device:
-                features = [view.compute(graph, device) for view in views]
-                on_device[repr(device)] = {name: values for one in features for name, values in one.items()}
+                on_device[repr(device)] = features_of(views, graph, device)
             found.append(_run(row, graph, device, on_device[repr(device)]))
     return found
 
