@@ -65,13 +65,11 @@ class LabelledGraph(NamedTuple):
 
         An edge is fused if one kernel takes part in both operators.
         """
-        kernels_of: dict[int, set[int]] = {}
+        is_in = np.zeros((len(self.kernels), len(self.graph.ops)), dtype=bool)
         for number, kernel in enumerate(self.kernels):
-            for op in kernel:
-                kernels_of.setdefault(op, set()).add(number)
-        none: set[int] = set()
-        pairs = [(kernels_of.get(int(a), none), kernels_of.get(int(b), none)) for a, b in self.graph.edges.T]
-        return np.array([-1 if not (a and b) else int(bool(a & b)) for a, b in pairs], dtype=np.int8)
+            is_in[number, list(kernel)] = True
+        source, sink = is_in[:, self.graph.edges[0]], is_in[:, self.graph.edges[1]]
+        return np.where(source.any(0) & sink.any(0), (source & sink).any(0), -1).astype(np.int8)
 
 
 def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph, target: str = "cpu") -> tuple[tuple[int, ...], ...]:
