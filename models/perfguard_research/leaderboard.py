@@ -223,8 +223,8 @@ def as_markdown(errors: pd.DataFrame, fits: pd.DataFrame, order: Sequence[str]) 
             text += [heading, "", *_table(own[known], intervals[known], order, ["rows"]), ""]
     for split, own in fits.groupby("split", sort=False):
         of = {name: own[name].map(_percent) for name in _FITS[3:]}
-        by_median, at_risk = of["caught"] + " / " + of["pruned"], of["caught_at_risk"] + " / " + of["pruned_at_risk"]
-        cells = by_median + "; " + at_risk + "; " + of["balanced"]
+        at_risk = (of["caught_at_risk"] + " / " + of["pruned_at_risk"]).replace("- / -", "-")
+        cells = of["caught"] + " / " + of["pruned"] + "; " + at_risk + "; " + of["balanced"]
         text += [f"### What fits, split by {split}", "", *_table(own, cells, order, ["failed", "fitting", "pairs"]), ""]
     return "\n".join(text)
 
