@@ -144,9 +144,9 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
     for table in tables:
         for rows in _by_network(usable_rows(table)[0]):
             for graph, members in _graphs(rows, cache / "graphs"):
-                for row in members if isinstance(graph, OpGraph) else ():
-                    if wanted(run := _run(row, graph, row.device, {})):
-                        yield run, row.device, graph
+                if isinstance(graph, OpGraph):
+                    runs = [(_run(row, graph, row.device, {}), row.device) for row in members]
+                    yield from ((run, device, graph) for run, device in runs if wanted(run))
 
 
 def usable_rows(table: Path) -> tuple[list[MeasuredRow], list[str]]:
