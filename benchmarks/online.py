@@ -21,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.verdict import Verdict
 from perfguard_models.calibration import Calibration
 from perfguard_models.graph_network import PathTimes
-from perfguard_models.guardnet import GuardNet
+from perfguard_models.guardnet import WEIGHTS, GuardNet
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.raw_prediction import RawPrediction, Weights
 from perfguard_models.step_time import StepTime
@@ -52,7 +51,6 @@ from perfguard_research.learners import identity_of, learner_class
 A100 = "a100-pcie-40gb"
 LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": StepTime.name}
 """GuardNet's weights for GPUs, by quantity."""
-WEIGHTS = files("perfguard_models") / "weights"
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
 UPDATE_EVERY = 25
 MOST_KNOWN = 200
@@ -288,20 +286,20 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Fit
         learner = kind()
         learner.fit(seen)
         calibration = shipped_weights(name).calibration
-        gone = {run.group for run in runs} - {run.group for run in seen}
+        gone = {run.setting.group for run in runs} - {run.setting.group for run in seen}
         scale = {group: value for group, value in calibration.scale.items() if group.partition("/")[2] not in gone}
         card = {
             "version": 1,
             "trained_devices": sorted({run.gpu for run in seen}),
-            "timed": sorted({run.timed_as for run in seen if "time" in run.labels}),
+            "timed": sorted({run.setting.timed_as for run in seen if "time" in run.labels}),
         }
         write_trained(place, name, learner, card, Calibration(calibration.floor, scale))
-    return read_trained(place.with_suffix(".safetensors"), place.with_suffix(".json"), name)
+    return read_trained(place)
 
 
 def shipped_weights(name: str) -> FittedModel:
     """Shipped weights."""
-    return read_trained(WEIGHTS / f"{name}.safetensors", WEIGHTS / f"{name}.json", name)
+    return read_trained(WEIGHTS / name)
 
 
 def streamed_of(
@@ -334,7 +332,7 @@ def streamed_of(
 
 def key_of(run: Run) -> Key:
     """Tells a run from all others."""
-    return run.table, run.gpu, run.mode, run.variant, run.structure, run.batch_size, tuple(sorted(run.labels.items()))
+    return run.table, run.gpu, run.mode, run.setting.variant, run.structure, run.batch_size, tuple(sorted(run.labels.items()))
 
 
 def said_by_all(tables: Sequence[Path], learners: dict[Target, str], cache: Path) -> dict[Key, dict[str, float]]:

@@ -66,7 +66,7 @@ def cheap_columns(run: Run) -> Floats:
     launched = np.bincount(view["order"], minlength=len(view["name"]))
     kind, phase = view["host"] // len(Phase), view["host"] % len(Phase)
     group = np.where(kind == KIND_INDEX["conv"], 0, np.where(kind == KIND_INDEX["matmul"], 1, 2))
-    is_half = run.variant.startswith(("fp16", "bf16", "amp"))
+    is_half = run.setting.variant.startswith(("fp16", "bf16", "amp"))
     arithmetic = np.full(len(kind), 2) if is_half else (view["x"][:, _TF32] > 0).astype(np.int64)
     host = [*np.bincount(phase, launched, 3), run.mode == "infer", run.mode == "train", float(view["copied"][0]) / _BYTES_PER_S]
     return np.concatenate([host, np.bincount(3 * group + arithmetic, launched * view["roofline"], 9)])

@@ -23,7 +23,8 @@ from rich.progress import track
 
 from perfguard import resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard_research.tables import MeasuredRow, read_rows
+from perfguard_research.dataset import usable_rows
+from perfguard_research.tables import MeasuredRow
 
 COLUMNS = ("family", "rows", "live", "live + constant", "reserved", "reserved + constant")
 _FAMILIES = 8
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="a random sample of this many rows (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    everything = read_rows(arguments.table)
+    everything = usable_rows(arguments.table)[0]
     table = [
         row
         for row in everything

@@ -236,7 +236,7 @@ def _points(
     """The points of families in which enough networks were measured at every setting."""
     settings: defaultdict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
     for index, run in runs.items():
-        layout = int("nhwc" in run.variant)
+        layout = int("nhwc" in run.setting.variant)
         setting: tuple[int, ...] = (layout, int(not run.fits)) if by_layout else (_BATCHES.index(run.batch_size),)
         settings[run.family, run.model][setting] = index
     wanted: set[tuple[int, ...]] = set(product((0, 1), (0, 1))) if by_layout else {(batch,) for batch in range(len(_BATCHES))}

@@ -32,8 +32,8 @@ from torch import nn
 from perfguard import TensorSpec, Workload, resolve_device, trace
 from perfguard.graph import replay_allocator
 from perfguard.measure import CpuProbe
+from perfguard_research.dataset import usable_rows
 from perfguard_research.networks import timm_model
-from perfguard_research.tables import read_rows
 
 MODELS = (
     "resnet50", "mobilenetv3_large_100", "efficientnet_b0", "densenet121", "regnety_032", "convnext_tiny",
@@ -117,7 +117,7 @@ def measured(table: Path | None) -> dict[tuple[str, int], float]:
         return {}
     return {
         (row.model.removeprefix("timm:"), row.batch_size): row.peak_memory_bytes
-        for row in read_rows(table)
+        for row in usable_rows(table)[0]
         if (row.gpu, row.mode, row.status) == ("a100-pcie-40gb", "train", "ok") and row.peak_memory_bytes
     }
 

@@ -9,12 +9,14 @@ With its cache it takes a minute, else an hour.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from _record import parser_of, show
 
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_research.dataset import Run
-from perfguard_research.leaderboard import Entry, entries, predictions
+from perfguard_research.leaderboard import entries, predictions
 
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
 _CONVOLUTIONS, _PRODUCTS = ("time_conv", "time_conv_backward"), ("time_matmul", "time_attention")
@@ -37,9 +39,9 @@ def use_of(run: Run) -> str:
     return f"transformer, {mode}, {arithmetic}, {cards}"
 
 
-def in_words(entry: Entry | None) -> str:
+def in_words(entry: pd.Series[Any] | None) -> str:
     """Mean and median error, and the share inside the 90% interval."""
-    return "-" if entry is None else f"{entry.mean:.0%} / {entry.median:.0%}; {entry.coverage:.0%}"
+    return "-" if entry is None else f"{entry['mean']:.0%} / {entry['median']:.0%}; {entry['coverage']:.0%}"
 
 
 def main() -> None:
@@ -52,11 +54,11 @@ def main() -> None:
     runs, found = predictions(
         arguments.tables, {"step-time": {}}, [*_SPLITS], cache=arguments.cache, most_operators=arguments.most_operators
     )
-    known = {(entry.group, entry.split): entry for entry in entries(runs, found, use_of) if entry.group}
+    known = {(entry["group"], entry["split"]): entry for _, entry in entries(runs, found, use_of).iterrows() if entry["group"]}
     lines = []
     for use in sorted({use for use, _ in known}):
         own = [known.get((use, split)) for split in _SPLITS]
-        lines.append([use, f"{max(entry.rows for entry in own if entry):,}", *map(in_words, own)])
+        lines.append([use, f"{max(entry['rows'] for entry in own if entry is not None):,}", *map(in_words, own)])
     show("uses", ["what people do", "runs", *_SPLITS.values()], lines, record=arguments.record)
 
 

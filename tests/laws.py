@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,10 +13,13 @@ from torch import nn
 from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
+from perfguard_models.features import features_of
 from perfguard_models.features.launches import LAUNCHES
 from perfguard_models.features.step import STEP_FEATURES, SUMS
+from perfguard_models.setting import Setting
 from perfguard_research.dataset import Run
 from perfguard_research.learners import Trainable, learner_class
+from tests.rows import run_on
 
 SMALL: dict[str, dict[str, Any]] = {
     "memory-forest": {"trees": 20, "forests": 2},
@@ -52,13 +56,12 @@ def some_runs(name: str = "") -> list[Run]:
     for gpu in ("a100", "t4"):
         device = resolve_device(gpu)
         for graph in some_graphs(mode):
-            sets = [view.compute(graph, device) for view in views]
-            view = {name: value for features in sets for name, value in features.items()}
+            view = features_of(views, graph, device)
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
             time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)
             labels = {"memory": memory, "time": time, "gpu_util": 0.3, "sm_active": -0.4}
-            batch = graph.ops[0].shape[0]
-            found.append(Run("workload", "", "f", "m", gpu, mode, "", "s", batch, labels, device.memory_bytes, True, view))
+            setting = replace(Setting.of(graph, device), device_id=gpu)
+            found.append(run_on(setting, table="workload", batch_size=graph.ops[0].shape[0], labels=labels, view=view))
     return found
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from perfguard_models.setting import Setting
+from perfguard_research.dataset import Run
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow
 
@@ -29,6 +31,20 @@ RUN_COLUMNS = [
 def mlp(**sizes: object) -> MeasuredRow:
     """MLP with other sizes."""
     return replace(MLP, network=Network(name="perfguard:mlp", config=SIZES | sizes))
+
+
+def step_on(gpu: str = "t4", mode: str = "train", *, is_single: bool = False) -> Setting:
+    """A step in float32, without convolutions and recurrent layers."""
+    return Setting(gpu, mode, "fp32", "fp32", "nchw", False, False, False, is_single)
+
+
+def run_on(setting: Setting, **fields: Any) -> Run:
+    """A run in ``setting``, which fitted and has no readings; ``fields`` are what else it has."""
+    usual: dict[str, Any] = {
+        "table": "run", "source": "", "family": "f", "model": "m", "structure": "s", "batch_size": 8, "labels": {},
+        "capacity_bytes": 10**10, "fits": True, "view": {},
+    }  # fmt: skip
+    return Run(setting=setting, **usual | fields)
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

@@ -8,17 +8,15 @@ of Inductor's own decisions right than LILOU's network, which learns them (docs/
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.devices import Device
 from perfguard.graph import TRACED_AS_EAGER, OpGraph, roofline_s
 from perfguard_models.fused_graph import LIBRARY_KINDS, kernels_of, merged
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 _NOTE = "torch.compile: operators merged into kernels as Inductor is expected to ({kernels} kernels for {ops} operators)"
 

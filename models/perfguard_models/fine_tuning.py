@@ -79,43 +79,33 @@ class LearntRun(NamedTuple):
     """Log seconds."""
 
 
+@dataclass(frozen=True, slots=True)
 class FineTuned:
-    """Fine-tuned weights: what they add to the shipped ones. Built by :func:`fine_tune` or :meth:`from_bytes`.
+    """Fine-tuned weights: what they add to the shipped ones. Built by :func:`fine_tune` or :meth:`from_bytes`."""
 
-    Args:
-        made_for: the shipped weights.
-        network: their network, fine-tuned.
-        factors: log factors of the host and the device, by device. Shapes: (2,).
-        held_out: the correction of each learnt run by a fit without it.
-        shift: mean |correction| of the reference steps.
-    """
-
-    def __init__(
-        self,
-        made_for: str,
-        network: GraphNetwork,
-        factors: Mapping[str, Tensor],
-        held_out: Mapping[str, float],
-        shift: float,
-    ) -> None:
-        self.made_for = made_for
-        self.held_out = held_out
-        self.shift = shift
-        self._network = network
-        self._factors = factors
+    made_for: str
+    """The shipped weights."""
+    network: GraphNetwork
+    """Their network, fine-tuned."""
+    factors: Mapping[str, Tensor]
+    """Log factors of the host and the device, by device. Shapes: (2,)."""
+    held_out: Mapping[str, float]
+    """The correction of each learnt run by a fit without it."""
+    shift: float
+    """Mean |correction| of the reference steps."""
 
     def corrections(self, learner: StepTime, steps: Sequence[Step], device_id: str) -> Floats:
         """What is added to log seconds of ``steps`` on a device; 0 on a device without runs. Shape: (len(steps),)."""
-        if device_id not in self._factors or not steps:
+        if device_id not in self.factors or not steps:
             return np.zeros(len(steps))
         with torch.inference_mode():
-            found = _Encoded.of(learner, steps).corrections(self._network, self._factors[device_id])
+            found = _Encoded.of(learner, steps).corrections(self.network, self.factors[device_id])
         return np.asarray(found.double().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).numpy())
 
     def to_bytes(self) -> bytes:
         """A safetensors file."""
-        tensors: dict[str, Tensor] = {f"factor.{device}": factor for device, factor in self._factors.items()}
-        tensors |= {f"network.{name}": head for name, head in self._network.heads.items()}
+        tensors: dict[str, Tensor] = {f"factor.{device}": factor for device, factor in self.factors.items()}
+        tensors |= {f"network.{name}": head for name, head in self.network.heads.items()}
         header = {"format": FORMAT, "made_for": self.made_for, "shift": self.shift, "held_out": dict(self.held_out)}
         return save({name: value.detach().contiguous() for name, value in tensors.items()}, {"perfguard": json.dumps(header)})
 

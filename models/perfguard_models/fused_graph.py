@@ -52,20 +52,14 @@ def kernels_of(graph: OpGraph, fused: npt.NDArray[np.int64]) -> list[list[int]]:
 
 def dependencies(graph: OpGraph) -> set[tuple[int, int]]:
     """Pairs of operators whose order must stay: one reads what the other wrote, or overwrites what the other read or wrote."""
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
-    pairs: set[tuple[int, int]] = set()
+    pairs = {(first, second) for first, second in graph.edges.T.tolist()}
+    users: dict[int, list[int]] = {}  # of each storage: its last writer, and who has read it since
     for index, op in enumerate(graph.ops):
-        for storage in op.inputs:
-            if storage in writer:
-                pairs.add((writer[storage], index))
         for storage in op.outputs:
-            pairs.update((reader, index) for reader in readers.pop(storage, ()))
-            if storage in writer:
-                pairs.add((writer[storage], index))
-            writer[storage] = index
+            pairs.update((user, index) for user in users.get(storage, ()))
+            users[storage] = [index]
         for storage in op.inputs:
-            readers.setdefault(storage, []).append(index)
+            users.setdefault(storage, []).append(index)
     return {(first, second) for first, second in pairs if first != second}
 
 
@@ -158,12 +152,8 @@ def _shared_out(graph: OpGraph, storages: Sequence[int], num_bytes: int) -> list
 
 def _with_lives(graph: OpGraph, ops: Sequence[Op]) -> OpGraph:
     """``graph`` with ``ops``; of its storages those that are left, freed after their last reader."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for index, op in enumerate(ops):
-        for storage in (*op.inputs, *op.outputs):
-            first.setdefault(storage, index)
-            last[storage] = index
+    uses = [(storage, index) for index, op in enumerate(ops) for storage in (*op.inputs, *op.outputs)]
+    first, last = dict(reversed(uses)), dict(uses)
     end = len(ops)
     kept = [index for index, storage in enumerate(graph.storages) if index in last or storage.birth < 0]
     storages = [

@@ -16,9 +16,8 @@ import statistics
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from perfguard.collectives import LINKS, link_times
+from perfguard.devices import Device
 from perfguard.exceptions import PredictorError
 from perfguard.graph import (
     OpGraph,
@@ -54,10 +54,9 @@ from perfguard_models.step_time import StepTime, batches_of, least_products_s
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import CPU_PREFIX, FittedModel, read_trained
 
-if TYPE_CHECKING:
-    from perfguard.devices import Device
-
 MEMORY, TIME = MemoryForest.name, StepTime.name
+WEIGHTS = Path(__file__).parent / "weights"
+"""The folder of the shipped weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +97,10 @@ def load(path: str | Path | None = None) -> GuardNet:
     Raises:
         PredictorError: if the files are missing, damaged, of another version, or do not belong together.
     """
-    folder = files("perfguard_models") / "weights"
+    shipped = [WEIGHTS / name for name in (MEMORY, CPU_PREFIX + MEMORY, TIME)]
     found: dict[tuple[str, str], FittedModel] = {}
-    for name in (MEMORY, CPU_PREFIX + MEMORY, TIME):
-        found |= _by_kind(read_trained(folder / f"{name}.safetensors", folder / f"{name}.json", name))
-    if path is not None:
-        found |= _by_kind(read_trained(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path)))
+    for each in [*shipped, *([] if path is None else [Path(path)])]:
+        found |= _by_kind(read_trained(each))
     return GuardNet({kind: Weights(found[kind, MEMORY], found[kind, TIME]) for kind in ("cuda", "cpu")})
 
 
@@ -120,7 +117,7 @@ class GuardNet:
         self._weights = weights
         self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
-        self._powers: dict[str, tuple[float, float]] = {}
+        self._powers: dict[str, tuple[float, float] | None] = {}
         self._tuned: FineTuned | None = None
         self._known: WeakKeyDictionary[OpGraph, dict[str, RawPrediction]] = WeakKeyDictionary()
 
@@ -200,10 +197,7 @@ class GuardNet:
             out_of_memory = [row for row in rows if row.measurement.status == "oom" and row.measured("memory") is not None]
             is_refuted = _are_refuted(rows, out_of_memory)
             self._overheads[device_id] = _overhead_of(ended_well)
-            if (power := _power_of(ended_well)) is not None:
-                self._powers[device_id] = power
-            else:
-                self._powers.pop(device_id, None)
+            self._powers[device_id] = _power_of(ended_well)
             for target in TARGETS:
                 measured = self._residuals(ended_well, target)
                 prior = None if measured is None else measured.prior

@@ -8,7 +8,7 @@ utilisation. On CPUs the trees correct the bytes that are alive, because the C l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,7 @@ import torch
 from perfguard_models.features import FeatureSet
 from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_models.learner import Example, Predicted, State, column, sums_table
-from perfguard_models.trees import Forest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from perfguard_models.trees import Forest, forests_in, tensors_of
 
 LIMIT = "limit"
 """Forests of memory, fitted only to whether a step fitted a card or ran out of memory."""
@@ -42,7 +39,8 @@ class MemoryForest:
 
     def __init__(self, *, forests: int = 2, trees: int = 400, learning_rate: float = 0.05, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"forests": forests, "trees": trees, "learning_rate": learning_rate, "seed": seed}
-        self.forests: dict[str, list[Forest]] = {}
+        self.forests: dict[str, Forest] = {}
+        """By the quantity and the number of the member, as in "memory0"."""
         self.constant = 0.0
 
     def start(self, runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
@@ -73,26 +71,19 @@ class MemoryForest:
         """NaN for single operators, because the forests were fitted to whole steps."""
         found = np.full(len(runs), np.nan)
         whole = [at for at, run in enumerate(runs) if not run.is_single]
-        if name in self.forests and whole:
-            found[whole] = self.forests[name][index].predict(sums_table([runs[at] for at in whole]))
+        if f"{name}{index}" in self.forests and whole:
+            found[whole] = self.forests[f"{name}{index}"].predict(sums_table([runs[at] for at in whole]))
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """See :class:`perfguard_models.learner.Learner`."""
-        tensors: State = {"constant": torch.tensor([self.constant], dtype=torch.float64)}
-        for target, forests in self.forests.items():
-            for index, forest in enumerate(forests):
-                tensors |= forest.tensors(f"{target}{index}")
-        return tensors, self.settings
+        constant = torch.tensor([self.constant], dtype=torch.float64)
+        return {"constant": constant} | tensors_of(self.forests), self.settings
 
     @classmethod
-    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> MemoryForest:
         """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         made.constant = float(tensors["constant"][0])
-        for target in (*PREDICTED, LIMIT):
-            if f"{target}0.roots" in tensors:
-                made.forests[target] = [
-                    Forest.from_tensors(tensors, f"{target}{index}", len(STEP_FEATURES)) for index in range(settings["forests"])
-                ]
+        made.forests = forests_in(tensors, len(STEP_FEATURES))
         return made

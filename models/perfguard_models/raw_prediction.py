@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from perfguard.collectives import LinkTimes
-from perfguard.devices import catalog
+from perfguard.devices import Device, catalog
 from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
@@ -23,9 +23,6 @@ from perfguard_models.setting import Setting, timed_as_any
 from perfguard_models.step_time import StepTime
 from perfguard_models.trained import FittedModel, step_of
 from perfguard_models.weight_files import version_of
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 Floats = npt.NDArray[np.float64]
 _SHARES = ("gpu_util", "sm_active")

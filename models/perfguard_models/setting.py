@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from perfguard.devices import Device
+from perfguard.graph import OpGraph
 from perfguard_models.calibration import OPERATOR
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
-    from perfguard.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +42,18 @@ class Setting:
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
             has_recurrent_layers="rnn" in graph.kinds,
-            is_single=is_single(graph),
+            is_single=not {"operator", "kernel"}.isdisjoint(graph.options),
         )
 
     @property
     def timed_as(self) -> str:
         """How the card of the weights names the setting among those with measured step times."""
         return f"{self.device_id} {self.mode} {self.arithmetic}"
+
+    @property
+    def variant(self) -> str:
+        """Arithmetic, layout and "compiled", for reports by group."""
+        return " ".join([self.arithmetic, self.layout, *(["compiled"] if self.compiled else [])])
 
     @property
     def group(self) -> str:
@@ -78,11 +80,6 @@ def timed_as_any(graph: OpGraph, device: Device) -> frozenset[str]:
     as_default = {one for one, kinds in differs_in.items() if not is_faster or graph.kinds.isdisjoint(kinds)}
     same = as_default if own.arithmetic in as_default else {own.arithmetic}
     return frozenset(dataclasses.replace(own, arithmetic=one).timed_as for one in same)
-
-
-def is_single(graph: OpGraph) -> bool:
-    """Whether the graph is an operator of a table of single operators, and no step."""
-    return not {"operator", "kernel"}.isdisjoint(graph.options)
 
 
 def arithmetic_of(precision: str, options: Collection[str], device: Device) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,6 @@ from perfguard_models.features.step import SUMS
 from perfguard_models.graph_network import NODE_COLUMNS, Clocks, Floats, GraphNetwork, Packed, PathTimes
 from perfguard_models.learner import TARGETS, Example, Predicted, State, Step, sums_table
 from perfguard_models.step_forest import StepForest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _LAUNCHES_A_BATCH = 40_000
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
@@ -148,7 +145,7 @@ class StepTime:
         return GraphNetwork(**of).float().eval()
 
     @classmethod
-    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> StepTime:
         """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         made.scale = tensors["scale"]

@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from perfguard.devices import Device
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, OpGraph
 from perfguard_models.calibration import Calibration
-from perfguard_models.features import Arrays
+from perfguard_models.features import features_of
 from perfguard_models.learner import Learner, Step
 from perfguard_models.memory_forest import MemoryForest
-from perfguard_models.setting import is_single
+from perfguard_models.setting import Setting
 from perfguard_models.step_time import StepTime
 from perfguard_models.weight_files import check_made_for, fitting, read_pair, write_pair
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
-    from perfguard.devices import Device
 
 FORMAT = 1
 CPU_PREFIX = "cpu-"
@@ -69,36 +65,21 @@ def columns_of(learner: Learner) -> str:
     return hashlib.sha256(repr(read).encode()).hexdigest()[:16]
 
 
-def read_trained(
-    tensors_file: Traversable,
-    card_file: Traversable,
-    name: str,
-    *,
-    learner_of: Callable[[str], type[Learner]] = learner_class,
-) -> FittedModel:
-    """Read what :func:`write_trained` wrote.
-
-    Args:
-        tensors_file: PATH.safetensors.
-        card_file: PATH.json.
-        name: the name of the weights in messages.
-        learner_of: gives the class for the name in the card.
+def read_trained(path: Path, *, learner_of: Callable[[str], type[Learner]] = learner_class) -> FittedModel:
+    """Read what :func:`write_trained` wrote: PATH.safetensors and PATH.json. ``learner_of`` gives the class for a name.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
     mend = "perfguard train TABLE --predictor NAME --out DIR"
-    tensors, card = read_pair(tensors_file, card_file, name, mend=mend, made_for={"format": FORMAT})
-    with fitting(f"The weights {name!r}"):
+    tensors, card = read_pair(path, mend=mend, made_for={"format": FORMAT})
+    with fitting(f"The weights {path.name!r}"):
         learner = learner_of(card["predictor"]).from_state(tensors, card["settings"])
         calibration = Calibration(card["calibration"]["floor"], card["calibration"]["scale"])
-    check_made_for(card, name, {"columns": columns_of(learner)})
+    check_made_for(card, path.name, {"columns": columns_of(learner)})
     return FittedModel(learner, card, calibration)
 
 
 def step_of(learner: Learner, graph: OpGraph, device: Device) -> Step:
     """Return ``graph`` on ``device`` with the features that ``learner`` reads."""
-    features: Arrays = {}
-    for view in learner.views:
-        features |= view.compute(graph, device)
-    return Step(is_single(graph), features)
+    return Step(Setting.of(graph, device).is_single, features_of(learner.views, graph, device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +74,17 @@ class Forest(NamedTuple):
         ):
             raise ValueError(f"the trees {prefix!r} are damaged")
         return forest
+
+
+def forests_in(tensors: State, num_features: int) -> dict[str, Forest]:
+    """All forests of a weight file by their prefixes; see :meth:`Forest.from_tensors`."""
+    names = [name.removesuffix(".roots") for name in tensors if name.endswith(".roots")]
+    return {name: Forest.from_tensors(tensors, name, num_features) for name in names}
+
+
+def tensors_of(forests: Mapping[str, Forest]) -> State:
+    """The inverse of :func:`forests_in`."""
+    return {name: tensor for prefix, forest in forests.items() for name, tensor in forest.tensors(prefix).items()}
 
 
 def forest_of_boosting(model: Any) -> Forest:

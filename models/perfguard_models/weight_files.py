@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,30 +17,24 @@ from safetensors.torch import load, save
 
 from perfguard.exceptions import PredictorError
 
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
 LARGEST_BYTES = 64 * 2**20
 
 
 def write_pair(out: Path, tensors: Mapping[str, torch.Tensor], card: Mapping[str, Any]) -> None:
-    """Write both."""
+    """Write both. The card says when and on what machine."""
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    text = json.dumps({"sha256": hashlib.sha256(data).hexdigest(), **card}, indent=1) + "\n"
+    made = f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}"
+    text = json.dumps({"sha256": hashlib.sha256(data).hexdigest(), **card, "made": made}, indent=1) + "\n"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".safetensors").write_bytes(data)
     out.with_suffix(".json").write_text(text, encoding="utf-8")
 
 
-def read_pair(
-    tensors: Traversable, card: Traversable, name: str, *, mend: str, made_for: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors by name, and the card.
+def read_pair(path: Path, *, mend: str, made_for: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of PATH.safetensors by name, and the card PATH.json.
 
     Args:
-        tensors: the first file.
-        card: the second.
-        name: of the weights, for messages.
+        path: of both files, without suffix.
         mend: the command that makes them again, for messages.
         made_for: what the card must have, because the code depends on it.
 
@@ -46,16 +42,17 @@ def read_pair(
         PredictorError: if one cannot be read, was made for other code, or they do not belong together.
     """
     try:
-        data, document = tensors.read_bytes(), json.loads(card.read_text(encoding="utf-8"))
+        data = Path(f"{path}.safetensors").read_bytes()
+        card = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PredictorError(
-            f"The weights {name!r} cannot be read: {error}. Reinstall perfguard, or train them again with `{mend}`."
+            f"The weights {path.name!r} cannot be read: {error}. Reinstall perfguard, or train them again with `{mend}`."
         ) from error
-    check_made_for(document, name, made_for)
-    if len(data) > LARGEST_BYTES or document.get("sha256") != hashlib.sha256(data).hexdigest():
-        raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
-    with fitting(f"The weights {name!r}"):
-        return load(data), document
+    check_made_for(card, path.name, made_for)
+    if len(data) > LARGEST_BYTES or card.get("sha256") != hashlib.sha256(data).hexdigest():
+        raise PredictorError(f"The weights {path.name!r} do not match the hash in their card; the file is damaged or exchanged.")
+    with fitting(f"The weights {path.name!r}"):
+        return load(data), card
 
 
 def check_made_for(card: Any, name: str, made_for: Mapping[str, Any]) -> None:

@@ -23,18 +23,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from rich.progress import track
 
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
-from perfguard.graph import KIND_INDEX, OpGraph, Phase, TraceCache
-from perfguard.workload import Layout
-from perfguard_models.features import Arrays, FeatureSet
-from perfguard_models.features.step import STEP_FEATURES
-from perfguard_models.setting import Setting, arithmetic_of
+from perfguard.graph import OpGraph, TraceCache
+from perfguard_models.features import Arrays, FeatureSet, features_of
+from perfguard_models.setting import Setting
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
 from perfguard_research.tables import MeasuredRow, parser_of
@@ -53,14 +51,10 @@ class Run(NamedTuple):
     source: str
     family: str
     model: str
-    gpu: str
-    """The id of the device. A table may have another name of it."""
-    mode: str
-    variant: str
-    """Precision, layout and "compiled", for reports by group."""
     structure: str
     """Key that runs share if only their batches and GPUs differ. Runs under another framework have another key."""
     batch_size: int
+    setting: Setting
     labels: dict[str, float]
     """Measured values of TARGETS."""
     capacity_bytes: int
@@ -70,6 +64,16 @@ class Run(NamedTuple):
     """Tells the hosts of one source and GPU apart, if the table does."""
 
     @property
+    def gpu(self) -> str:
+        """The id of the device. A table may have another name of it."""
+        return self.setting.device_id
+
+    @property
+    def mode(self) -> str:
+        """ "train" or "infer"."""
+        return self.setting.mode
+
+    @property
     def machine(self) -> tuple[str, str, str]:
         """The source, the GPU and the host: one machine, or several that the table does not distinguish."""
         return self.source, self.gpu, self.host
@@ -77,39 +81,7 @@ class Run(NamedTuple):
     @property
     def is_single(self) -> bool:
         """Whether it is one operator, measured alone."""
-        return self.table == "operator"
-
-    @property
-    def setting(self) -> Setting:
-        """The setting of the step, as :meth:`Setting.of` finds it for a graph."""
-        arithmetic, *others = self.variant.split(" ")
-        return Setting(
-            device_id=self.gpu,
-            mode=self.mode,
-            precision="fp32" if arithmetic in ("tf32", "no-tf32") else arithmetic,
-            arithmetic=arithmetic,
-            layout=next((word for word in others if word in get_args(Layout)), "nchw"),
-            compiled="compiled" in others,
-            has_convolutions=self.table == "workload" or self._has("conv"),
-            has_recurrent_layers=self._has("rnn"),
-            is_single=self.is_single,
-        )
-
-    @property
-    def timed_as(self) -> str:
-        """See :attr:`perfguard_models.setting.Setting.timed_as`."""
-        return self.setting.timed_as
-
-    @property
-    def group(self) -> str:
-        """The group that it is calibrated with; see :attr:`perfguard_models.setting.Setting.group`."""
-        return self.setting.group
-
-    def _has(self, kind: str) -> bool:
-        """Whether the step has operators of the kind. Launches or sums in the view say so."""
-        if "host" in self.view:
-            return bool((self.view["host"] // len(Phase) == KIND_INDEX[kind]).any())
-        return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index(f"time_{kind}")] > 0)
+        return self.setting.is_single
 
 
 class Dataset(NamedTuple):
@@ -154,7 +126,7 @@ def dataset_of(
     look = functools.partial(_look, views=views, cache=cache / "graphs")
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
-        rows, rejected = _read(table)
+        rows, rejected = usable_rows(table)
         rows = drawn(rows, most_operators if "operator" in {row.table for row in rows} else most_runs)
         cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
         dataset.rejected.extend(rejected)
@@ -170,15 +142,14 @@ def dataset_of(
 def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, Device, OpGraph]]:
     """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph."""
     for table in tables:
-        for rows in _by_network(_read(table)[0]):
-            if any(wanted(_run(row, {})) for row in rows):
-                for graph, members in _graphs(rows, cache / "graphs"):
-                    runs = [(_run(row, {}), row.device) for row in members]
-                    if isinstance(graph, OpGraph):
-                        yield from ((run, device, graph) for run, device in runs if wanted(run))
+        for rows in _by_network(usable_rows(table)[0]):
+            for graph, members in _graphs(rows, cache / "graphs"):
+                if isinstance(graph, OpGraph):
+                    runs = [(_run(row, graph, row.device, {}), row.device) for row in members]
+                    yield from ((run, device, graph) for run, device in runs if wanted(run))
 
 
-def _read(table: Path) -> tuple[list[MeasuredRow], list[str]]:
+def usable_rows(table: Path) -> tuple[list[MeasuredRow], list[str]]:
     """The rows of a table that can be used, and why others cannot."""
     columns, raw = read_table(table)
     parse = parser_of(columns, table)
@@ -295,13 +266,12 @@ def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path)
         for row in members:
             device = row.device
             if repr(device) not in on_device:
-                features = [view.compute(graph, device) for view in views]
-                on_device[repr(device)] = {name: values for one in features for name, values in one.items()}
-            found.append(_run(row, on_device[repr(device)]))
+                on_device[repr(device)] = features_of(views, graph, device)
+            found.append(_run(row, graph, device, on_device[repr(device)]))
     return found
 
 
-def _run(row: MeasuredRow, view: Arrays) -> Run:
+def _run(row: MeasuredRow, graph: OpGraph, device: Device, view: Arrays) -> Run:
     fits = row.status == "ok"
     labels: dict[str, float] = {}
     if fits and row.peak_memory_bytes is not None:
@@ -312,19 +282,14 @@ def _run(row: MeasuredRow, view: Arrays) -> Run:
         if fits and share is not None:
             inside = min(max(share, 1e-3), 1 - 1e-3)
             labels[name] = math.log(inside / (1 - inside))
-    device = row.device
-    option = {"on": "tf32", "off": "no-tf32", "default": ""}[row.tf32]
-    arithmetic = arithmetic_of(row.precision, [option], device)
     return Run(
         table=row.table,
         source=row.source,
         family=row.family,
         model=row.model,
-        gpu=device.id,
-        mode=row.mode,
-        variant=" ".join([arithmetic, row.layout, *(["compiled"] if row.compiled else [])]),
         structure=f"{row.structure} {row.framework}",
         batch_size=row.batch_size,
+        setting=Setting.of(graph, device),
         labels=labels,
         capacity_bytes=int(row.capacity_bytes or device.memory_bytes),
         fits=fits,

@@ -33,7 +33,7 @@ def judged(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> pd.
         "group" and "source": those of the run. A GPU that was held out has a group of its own.
         "log_sigma": standard deviation by a calibration on the other folds; NaN where these have too few runs.
     """
-    groups = {index: runs[index].group for fold, _ in predictions for index in fold.judge}
+    groups = {index: runs[index].setting.group for fold, _ in predictions for index in fold.judge}
     lines = pd.DataFrame(
         [
             {

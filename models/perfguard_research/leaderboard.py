@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from rich.progress import track
 
@@ -31,31 +33,18 @@ from perfguard_research.intervals import FoldPredictions, SplitPredictions, judg
 from perfguard_research.learners import identity_of, learner_class
 from perfguard_research.memory_forest import bracketed
 
-T = TypeVar("T")
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
 _Z = statistics.NormalDist().inv_cdf(0.95)
 _AT_RISK = statistics.NormalDist().inv_cdf(1 - DEFAULT_RISK)
+_ERRORS = [
+    "split", "group", "quantity", "predictor", "rows", "mean", "median", "p90", "spread", "coverage", "width",
+]  # fmt: skip
+_FITS = [
+    "split", "group", "predictor", "failed", "caught", "fitting", "pruned", "caught_at_risk", "pruned_at_risk", "pairs",
+    "balanced",
+]  # fmt: skip
 _FEWEST_JUDGED = 20
 """Runs of a fold; a fit for fewer (five transformers on one card, say) is not worth its minutes."""
-
-
-class Entry(NamedTuple):
-    """One line of the leaderboard. Errors are |predicted / measured - 1|; of utilisation, differences."""
-
-    split: str
-    group: str
-    quantity: str
-    predictor: str
-    rows: int
-    mean: float
-    median: float
-    p90: float
-    spread: float
-    """Standard deviation of the folds' means."""
-    coverage: float
-    """Share of the measurements within the 90% intervals of a calibration on the other folds; NaN: there is none."""
-    width: float
-    """Median width of these intervals over the predicted median."""
 
 
 def predictions(
@@ -140,12 +129,20 @@ def label_of(run: Run) -> str:
         return f"transformers {run.mode}"
     if run.table == "perceptron":
         return f"perceptrons {run.gpu}"
-    return f"{run.gpu} {run.mode} {run.variant}".strip()
+    return f"{run.gpu} {run.mode} {run.setting.variant}"
 
 
-def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Run], str] = label_of) -> list[Entry]:
-    """The errors of every predictor by split, group and quantity."""
-    found_lines = []
+def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Run], str] = label_of) -> pd.DataFrame:
+    """The errors of every predictor by split, group and quantity.
+
+    Returns:
+        "split", "group", "quantity", "predictor", and the number of "rows".
+        "mean", "median", "p90": of |predicted / measured - 1|; of utilisation, of differences.
+        "spread": standard deviation of the folds' means.
+        "coverage": share of the measurements within the 90% intervals of a calibration on the other folds; NaN: there is none.
+        "width": median width of these intervals over the predicted median.
+    """
+    scores = list[dict[str, Any]]()
     for (split, predictor), predictions in found.items():
         lines = judged(runs, split, predictions)
         lines = lines[np.isfinite(lines["predicted"]) & lines["measured"].notna()]
@@ -157,22 +154,11 @@ def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Ru
             width=np.exp(half) - np.exp(-half),
         )
         for (group, target), own in lines.groupby(["group", "target"], sort=False):
-            found_lines.append(
-                Entry(
-                    split=split,
-                    group=group,
-                    quantity=_QUANTITIES[target],
-                    predictor=predictor,
-                    rows=len(own),
-                    mean=float(own["error"].mean()),
-                    median=float(own["error"].median()),
-                    p90=float(own["error"].quantile(0.9)),
-                    spread=float(own.groupby("fold")["error"].mean().std(ddof=0)),
-                    coverage=float(own["inside"].mean()),
-                    width=float(own["width"].median()),
-                )
-            )
-    return found_lines
+            error, spread = own["error"], own.groupby("fold")["error"].mean().std(ddof=0)
+            numbers = len(own), error.mean(), error.median(), error.quantile(0.9), spread
+            values = split, group, _QUANTITIES[target], predictor, *numbers, own["inside"].mean(), own["width"].median()
+            scores.append(dict(zip(_ERRORS, values, strict=True)))
+    return pd.DataFrame(scores, columns=_ERRORS)
 
 
 def error_of(target: str, predicted: float, measured: float) -> float:
@@ -182,28 +168,19 @@ def error_of(target: str, predicted: float, measured: float) -> float:
     return abs(share_of(predicted) - share_of(measured))
 
 
-class FitScore(NamedTuple):
-    """The accuracy of predictions of what fits."""
+def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> pd.DataFrame:
+    """The accuracy of predictions of what fits.
 
-    failed: int
-    caught: float
-    """Share of the failed runs whose predicted median does not fit."""
-    fitting: int
-    pruned: float
-    """Share of the fitting runs whose predicted median does not fit."""
-    caught_at_risk: float
-    """Share of the failed runs that are out of memory with more than the guard's default risk; NaN: without intervals."""
-    pruned_at_risk: float
-    """Share of the fitting runs that are out of memory with more than the guard's default risk."""
-    pairs: int
-    balanced: float
-    """Mean of both shares, counted right, where the same network has a batch that fitted and a larger one that failed."""
-
-
-def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> dict[tuple[str, str, str], FitScore]:
-    """Scores by split, GPU with mode, and predictor."""
+    Returns:
+        "split", "group" (GPU with mode), "predictor", and the number of "failed" and of "fitting" runs.
+        "caught", "pruned": shares of the failed and of the fitting runs whose predicted median does not fit.
+        "caught_at_risk", "pruned_at_risk": of those that are out of memory with more than the guard's default risk; NaN: without
+        intervals.
+        "pairs": where a network has a batch that fitted and a larger one that failed. "balanced": mean of both shares, counted
+        right, there.
+    """
     pairs = bracketed(runs)
-    scores = {}
+    scores = list[dict[str, Any]]()
     for (split, predictor), predictions in found.items():
         lines = judged(runs, split, predictions)
         is_workload = np.array([runs[at].table == "workload" for at in lines["run"]], dtype=bool)
@@ -222,77 +199,50 @@ def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> dict[tuple[str, 
             fitting, failed = group[group["fits"]], group[~group["fits"]]
             if len(failed):
                 caught, pruned = (part[part["is_paired"]]["refused"].mean() for part in (failed, fitting))
-                scores[split, str(name), predictor] = FitScore(
-                    failed=len(failed),
-                    caught=float(failed["refused"].mean()),
-                    fitting=len(fitting),
-                    pruned=float(fitting["refused"].mean()),
-                    caught_at_risk=float(failed["at_risk"].mean(skipna=False)),
-                    pruned_at_risk=float(fitting["at_risk"].mean(skipna=False)),
-                    pairs=int(failed["is_paired"].sum()),
-                    balanced=float(caught + 1 - pruned) / 2,
-                )
-    return scores
+                of_failed = len(failed), failed["refused"].mean(), len(fitting), fitting["refused"].mean()
+                at_risk = (part["at_risk"].mean(skipna=False) for part in (failed, fitting))
+                values = split, name, predictor, *of_failed, *at_risk, failed["is_paired"].sum(), (caught + 1 - pruned) / 2
+                scores.append(dict(zip(_FITS, values, strict=True)))
+    return pd.DataFrame(scores, columns=_FITS)
 
 
-def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore], order: Sequence[str]) -> str:
+def as_markdown(errors: pd.DataFrame, fits: pd.DataFrame, order: Sequence[str]) -> str:
     """Tables for a person: a row for each group, a column for each predictor."""
     text: list[str] = []
-    for split, quantity in dict.fromkeys((line.split, line.quantity) for line in lines):
-        cells = {(line.group, line.predictor): line for line in lines if (line.split, line.quantity) == (split, quantity)}
-        text += [f"### {quantity}, split by {split}", "", *_table(cells, order, ("rows",), _errors), ""]
-        known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
-        if known:
-            text += [f"### 90% intervals of {quantity}, split by {split}", "", *_table(known, order, ("rows",), _interval), ""]
-    for split in dict.fromkeys(key[0] for key in scores):
-        fits = {key[1:]: score for key, score in scores.items() if key[0] == split}
-        text += [f"### What fits, split by {split}", "", *_table(fits, order, ("failed", "fitting", "pairs"), _fits), ""]
+    for (split, quantity), own in errors.groupby(["split", "quantity"], sort=False):
+        mean, spread, median, coverage = (own[name].map(_percent) for name in ("mean", "spread", "median", "coverage"))
+        text += [
+            f"### {quantity}, split by {split}",
+            "",
+            *_table(own, mean + " ± " + spread + " / " + median, order, ["rows"]),
+            "",
+        ]
+        known, intervals = own["coverage"].notna(), coverage + " / " + own["width"].map("{:.0%}".format)
+        if known.any():
+            heading = f"### 90% intervals of {quantity}, split by {split}"
+            text += [heading, "", *_table(own[known], intervals[known], order, ["rows"]), ""]
+    for split, own in fits.groupby("split", sort=False):
+        of = {name: own[name].map(_percent) for name in _FITS[3:]}
+        at_risk = (of["caught_at_risk"] + " / " + of["pruned_at_risk"]).replace("- / -", "-")
+        cells = of["caught"] + " / " + of["pruned"] + "; " + at_risk + "; " + of["balanced"]
+        text += [f"### What fits, split by {split}", "", *_table(own, cells, order, ["failed", "fitting", "pairs"]), ""]
     return "\n".join(text)
 
 
-def _table(
-    cells: Mapping[tuple[str, str], T], order: Sequence[str], numbers: Sequence[str], write: Callable[[T], str]
-) -> list[str]:
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.1%}"
+
+
+def _table(lines: pd.DataFrame, cells: pd.Series[str], order: Sequence[str], numbers: list[str]) -> list[str]:
     """Cells by group and predictor. Those that were evaluated on fewer rows than others of their group say so."""
-    names = [name for name in order if any(predictor == name for _, predictor in cells)]
-    columns = ["runs", *numbers, *names]
-    text = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    for group in sorted({group for group, _ in cells}):
-        found = [cells.get((group, name)) for name in names]
-        most = [max(getattr(cell, number) for cell in found if cell is not None) for number in numbers]
-        written = [group, *map(str, most)]
-        for cell in found:
-            fewer = cell is not None and getattr(cell, numbers[0]) < most[0]
-            written.append("-" if cell is None else write(cell) + (f" ({getattr(cell, numbers[0])} rows)" if fewer else ""))
-        text.append(f"| {' | '.join(written)} |")
-    return text
+    by_group, rows = lines.groupby("group"), lines[numbers[0]]
+    fewer = (" (" + rows.astype(str) + " rows)").where(rows < by_group[numbers[0]].transform("max"), "")
+    table = lines.assign(cell=cells + fewer).pivot(index="group", columns="predictor", values="cell").fillna("-")
+    table = by_group[numbers].max().join(table[[name for name in order if name in table]])
+    head = f"| {' | '.join(['runs', *table.columns])} |", "| --- " * (1 + len(table.columns)) + "|"
+    return [*head, *(f"| {' | '.join(map(str, line))} |" for line in table.itertuples())]
 
 
-def _errors(line: Entry) -> str:
-    return f"{line.mean:.1%} ± {line.spread:.1%} / {line.median:.1%}"
-
-
-def _interval(line: Entry) -> str:
-    return f"{line.coverage:.1%} / {line.width:.0%}"
-
-
-def _fits(score: FitScore) -> str:
-    at_risk = "-" if math.isnan(score.caught_at_risk) else f"{score.caught_at_risk:.1%} / {score.pruned_at_risk:.1%}"
-    return f"{score.caught:.1%} / {score.pruned:.1%}; {at_risk}; {'-' if math.isnan(score.balanced) else f'{score.balanced:.1%}'}"
-
-
-def as_lists(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> dict[str, list[dict[str, Any]]]:
-    """Errors and scores for JSON."""
-    fits = [
-        {"split": split, "group": group, "predictor": name, **_rounded(score._asdict())}
-        for (split, group, name), score in scores.items()
-    ]
-    return {"errors": [_rounded(line._asdict()) for line in lines], "fits": fits}
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    """Round to four decimals for JSON. NaN and infinity become null."""
-    return {
-        key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value
-        for key, value in values.items()
-    }
+def as_lists(errors: pd.DataFrame, fits: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
+    """Errors and scores for JSON, rounded to four decimals. NaN and infinity become null."""
+    return {name: json.loads(frame.round(4).to_json(orient="records")) for name, frame in (("errors", errors), ("fits", fits))}

@@ -16,6 +16,8 @@ from perfguard.exceptions import PredictorError
 from perfguard_models.learner import Learner
 from perfguard_research.dataset import Run
 
+WEIGHTS = Path(__file__).parent / "weights"
+"""The folder of the shipped weights."""
 OnEpoch = Callable[[int, int, float], None]
 """Called now and then while fitting, with what is done, of how much, and the loss."""
 

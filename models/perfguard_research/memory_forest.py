@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.ensemble import HistGradientBoostingRegressor
 
 from perfguard_models.learner import column, sums_table
 from perfguard_models.memory_forest import LIMIT, PREDICTED, MemoryForest
@@ -60,11 +61,9 @@ class TrainableMemory(MemoryForest):
         if not np.array_equal(low, high):
             for _ in range(_ROUNDS):
                 y = np.clip(self._boosted(x, y, quantile, 0, trees=150).predict(x), low, high)
-        self.forests[name] = [self._boosted(x, y, quantile, seed) for seed in range(self.settings["forests"])]
+        self.forests |= {f"{name}{at}": self._boosted(x, y, quantile, at) for at in range(self.settings["forests"])}
 
     def _boosted(self, x: npt.NDArray[Any], y: Values, quantile: float, seed: int, trees: int | None = None) -> Forest:
-        from sklearn.ensemble import HistGradientBoostingRegressor
-
         model = HistGradientBoostingRegressor(
             loss="quantile",
             quantile=quantile,

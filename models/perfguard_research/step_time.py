@@ -11,10 +11,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
+from sklearn.ensemble import HistGradientBoostingRegressor
 from torch import nn
 
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HALF_OVER_FLOAT
@@ -25,9 +26,6 @@ from perfguard_models.step_time import StepTime, batches_of, columns_of, trees_a
 from perfguard_models.trees import forest_of_boosting
 from perfguard_research.dataset import Run
 from perfguard_research.learners import OnEpoch, labels_of
-
-if TYPE_CHECKING:
-    from sklearn.ensemble import HistGradientBoostingRegressor
 
 _RUNS_A_BATCH = 16
 _OPERATORS_A_BATCH = 64
@@ -102,8 +100,6 @@ class TrainableStepTime(StepTime):
         return StepForest(forest_of_boosting(mean), largest)
 
     def _boosting(self, loss: str, directions: list[int] | None) -> HistGradientBoostingRegressor:
-        from sklearn.ensemble import HistGradientBoostingRegressor
-
         return HistGradientBoostingRegressor(
             loss=loss,
             max_iter=self.settings["trees"],
@@ -190,7 +186,7 @@ def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
     small = steps[: max(_REFERENCE, len(steps) // 2)]
     by_group: dict[str, list[Run]] = {}
     for run in random.Random(seed).sample(small, len(small)):
-        by_group.setdefault(run.group, []).append(run)
+        by_group.setdefault(run.setting.group, []).append(run)
     found: list[Step] = []
     while len(found) < min(_REFERENCE, len(small)):
         found += [Step(False, own.pop(0).view) for own in by_group.values() if own]
@@ -203,7 +199,7 @@ def _seed_of(seed: int, epoch: int) -> int:
 
 def _weights_of(runs: Sequence[Run]) -> torch.Tensor:
     """Runs of a large group count less, so that small sources are heard. Their mean is 1. Shape: (len(runs),)."""
-    groups = [(run.source, run.gpu, run.mode, run.variant) for run in runs]
+    groups = [(run.source, run.gpu, run.mode, run.setting.variant) for run in runs]
     sizes = Counter(groups)
     weight = torch.tensor([sizes[group] ** -0.5 for group in groups])
     return weight / weight.mean()

@@ -23,7 +23,7 @@ from perfguard.exceptions import ConfigurationError, TableError
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.measure.step import AUTOCAST
 from perfguard.workload import Layout, Mode, Precision, Tf32, Workload, ZeroGrad
-from perfguard_research.csv_rows import Row, is_true, json_object, number, one_of, positive, read_table, share, text
+from perfguard_research.csv_rows import Row, is_true, json_object, number, one_of, positive, share, text
 from perfguard_research.networks import LAYERS, Network, first_output
 from perfguard_research.operators import Operator, operator_of
 
@@ -408,13 +408,3 @@ def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
     }
     translate = translations.get(kind)
     return lambda row: run_row(row if translate is None else translate(row), kind)
-
-
-def read_rows(path: str | Path) -> list[MeasuredRow]:
-    """All rows of a table.
-
-    Raises:
-        TableError: for a file that is no table, or a row that cannot be right.
-    """
-    columns, raw = read_table(path)
-    return list(map(parser_of(columns, path), raw))

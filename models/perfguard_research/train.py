@@ -5,8 +5,6 @@ The folds give the errors in the card and the calibration of the intervals; the 
 
 from __future__ import annotations
 
-import platform
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +71,6 @@ def train_and_write(
             "other."
         )
     stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus and not serves_all else name
-    started = time.monotonic()
     runs = dataset.runs
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
     learner.fit(own, on_epoch=on_epoch)
@@ -83,11 +80,10 @@ def train_and_write(
         "version": 1,
         "trained_devices": sorted({run.gpu for run in used if not run.is_single}),
         "trained_cpus": sorted(dataset.cpus),
-        "timed": sorted({run.timed_as for run in used if "time" in run.labels and not run.is_single}),
+        "timed": sorted({run.setting.timed_as for run in used if "time" in run.labels and not run.is_single}),
         "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
         "left_out": dataset.rejections(),
         "command": command,
-        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
         **as_lists(entries(runs, found), fit_scores(runs, found)),
     }
     calibration = calibrated(pd.concat(held_out, ignore_index=True)) if held_out else Calibration({}, {})

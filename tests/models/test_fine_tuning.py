@@ -127,7 +127,7 @@ def test_damaged_weights_are_refused(damage: Callable[[bytes], bytes]) -> None:
 
 def test_absurd_weights_change_predictions_within_bounds() -> None:
     spoilt = FineTuned.from_bytes(tuned().to_bytes(), learner())
-    spoilt._network.latency.data.fill_(1e30)
+    spoilt.network.latency.data.fill_(1e30)
     again = FineTuned.from_bytes(spoilt.to_bytes(), learner())
     corrections = again.corrections(learner(), [run_of("perceptron", 64, 8, 1.0).step], T4.id)
     assert np.abs(corrections) <= 3.0
@@ -135,6 +135,6 @@ def test_absurd_weights_change_predictions_within_bounds() -> None:
 
 def test_weights_that_are_not_finite_are_refused() -> None:
     network = FineTuned.from_bytes(tuned().to_bytes(), learner())
-    network._network.own.bias.data.fill_(math.nan)
+    network.network.own.bias.data.fill_(math.nan)
     with pytest.raises(PredictorError, match="not finite"):
         FineTuned.from_bytes(network.to_bytes(), learner())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from perfguard import OpGraph, TensorSpec, Workload, resolve_device, trace
-from perfguard_models import trained
+from perfguard_models import guardnet, trained
 from perfguard_models.graph_network import Clocks
 from perfguard_models.learner import Step
 from perfguard_models.step_time import StepTime
@@ -28,8 +27,7 @@ TOLERANCE = 1e-4
 
 @functools.cache
 def shipped() -> StepTime:
-    folder = files("perfguard_models") / "weights"
-    learner = read_trained(folder / "step-time.safetensors", folder / "step-time.json", "step-time").learner
+    learner = read_trained(guardnet.WEIGHTS / "step-time").learner
     assert isinstance(learner, StepTime)
     return learner
 

@@ -16,8 +16,8 @@ from perfguard.exceptions import TableError
 from perfguard_models.features.launches import LAUNCHES
 from perfguard_models.features.step import SUMS
 from perfguard_research.collect.loop import COLUMNS
-from perfguard_research.dataset import dataset_of
-from perfguard_research.tables import kind_of_table, parser_of, read_rows
+from perfguard_research.dataset import dataset_of, usable_rows
+from perfguard_research.tables import kind_of_table, parser_of
 from tests.doubles import TOY_CPU
 from tests.rows import SIZES, write
 
@@ -105,7 +105,7 @@ def test_predictors_learn_from_collected_rows(tmp_path: Path) -> None:
     dataset = dataset_of([table], [SUMS], cache=tmp_path / "cache", jobs=1)
     assert dataset.rejected == ["status 'failed'"]
     fitting, failing = sorted(dataset.runs, key=lambda run: run.batch_size)
-    assert (fitting.table, fitting.variant, fitting.fits) == ("collected", "amp-bf16 nchw", True)
+    assert (fitting.table, fitting.setting.variant, fitting.fits) == ("collected", "amp-bf16 nchw", True)
     assert set(fitting.labels) == {"memory", "time"}
     assert (failing.fits, failing.labels) == (False, {})
     assert fitting.capacity_bytes == failing.capacity_bytes == 2**31 < resolve_device("t4").memory_bytes
@@ -116,6 +116,6 @@ def test_weights_for_cpus_can_be_trained_again(name: str) -> None:
     """The table that they were trained on is in the repository, and their cards have its rows."""
     root = Path(__file__).resolve().parents[2]
     card = json.loads((root / "models" / "perfguard_models" / "weights" / f"{name}.json").read_text(encoding="utf-8"))
-    rows = read_rows(root / "benchmarks" / "data" / "cpu.csv.gz")
+    rows = usable_rows(root / "benchmarks" / "data" / "cpu.csv.gz")[0]
     of_cpus = {name: number for name, number in card["rows"].items() if " cpu " in name}
     assert of_cpus == Counter(f"collected {row.source} cpu {row.mode}" for row in rows if row.status == "ok")

@@ -14,10 +14,10 @@ from perfguard.devices import resolve_device
 from perfguard.graph import TraceCache, work_s
 from perfguard_models import guardnet
 from perfguard_research.csv_rows import read_table
-from perfguard_research.dataset import Fold, Run, drawn
+from perfguard_research.dataset import Fold, drawn
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
 from perfguard_research.tables import parser_of
-from tests.rows import write
+from tests.rows import run_on, step_on, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
 GPUS = ("t4", "p4", "v100-pcie-32gb")
@@ -144,19 +144,16 @@ def test_a_leaderboard_is_written_and_found_again(
 
 
 def test_what_fits_is_scored_by_the_predicted_median() -> None:
-    def run(batch: int, fits: bool) -> Run:
-        return Run("workload", "", "f", "m", "t4", "train", "", "s", batch, {}, 1000, fits, {})
-
-    runs = [run(1, True), run(2, True), run(4, False), run(8, False)]
+    runs = [run_on(step_on(), table="workload", batch_size=n, capacity_bytes=1000, fits=n < 4) for n in (1, 2, 4, 8)]
     predicted = {"memory": np.log([500.0, 1500.0, 900.0, 3000.0]), "time": np.full(4, np.nan)}
     predicted |= {"gpu_util": np.full(4, np.nan), "sm_active": np.full(4, np.nan)}
     predicted |= {"spread memory": np.zeros(4), "spread time": np.zeros(4)}
     found = {("family", "p"): [(Fold("all", [], [0, 1, 2, 3]), predicted)]}
-    (score,) = fit_scores(runs, found).values()
+    (score,) = (line for _, line in fit_scores(runs, found).iterrows())
     assert (score.failed, score.caught, score.fitting, score.pruned) == (2, 0.5, 2, 0.5)
     assert (score.pairs, score.balanced) == (1, 0.0)  # of the neighbours 2 and 4 both are said wrongly
-    assert entries(runs, found) == []
-    assert "50.0% / 50.0%; -; 0.0%" in as_markdown([], fit_scores(runs, found), ["p"])
+    assert entries(runs, found).empty
+    assert "50.0% / 50.0%; -; 0.0%" in as_markdown(entries(runs, found), fit_scores(runs, found), ["p"])
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
-from torch import nn
 
-from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard_models.features import FeatureSet
 from perfguard_models.features.launches import LAUNCHES
 from perfguard_models.features.step import STEP_FEATURES, SUMS
-from perfguard_models.setting import Setting
 from perfguard_research import dataset as module
 from perfguard_research.dataset import Dataset, Run, dataset_of, folds
 from perfguard_research.papers.layers import LAYERS
 from tests import zoo
-from tests.rows import write
+from tests.rows import run_on, step_on, write
 
 needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
@@ -134,25 +130,16 @@ def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
         folds(runs, "model")
 
 
-@pytest.mark.parametrize("view", [LAUNCHES, SUMS], ids=["launches", "sums"])
-@pytest.mark.parametrize("tf32", ["on", "off", "default"])
-@pytest.mark.parametrize("network", ["conv", "linear", "lstm"])
-def test_run_has_the_setting_of_its_graph(view: FeatureSet, tf32: Literal["on", "off", "default"], network: str) -> None:
+@pytest.mark.parametrize("view", [SUMS, LAYERS], ids=["of GuardNet", "of the papers"])
+def test_run_has_the_setting_of_its_graph_whatever_is_read_of_it(view: FeatureSet, tmp_path: Path) -> None:
     # Else the interval of a graph would never be that of the runs like it, and its time would never be known.
-    device = resolve_device("a100-sxm-40gb/1g.5gb")
-    model, inputs = {
-        "conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)),
-        "linear": (nn.Linear(8, 8), (2, 8)),
-        "lstm": (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
-    }[network]
-    graph = trace(Workload(model, inputs, mode="infer", tf32=tf32))
-    features = view.compute(graph, device)
-    arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
-    run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
-    setting = Setting.of(graph, device)
-    assert run.group == setting.group
-    assert run.timed_as == setting.timed_as
-    assert ("recurrent" in run.group) == (network == "lstm")
+    row = {
+        "model": "torchvision:resnet18", "config": "{}", "mode": "train", "gpu": "a100", "num_gpus": "1", "parallel": "none",
+        "precision": "tf32", "batch_size": "2", "input": '{"image": 64}', "memory_kind": "driver", "step_time_ms": "5",
+    }  # fmt: skip
+    (run,) = dataset_of([write(tmp_path / "t.csv", [row])], [view], cache=tmp_path, jobs=1).runs
+    assert run.setting.group == "a100-pcie-40gb train fp32 nchw with convolutions"
+    assert run.setting.timed_as == "a100-pcie-40gb train tf32"
 
 
 def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
@@ -162,7 +149,7 @@ def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
 
 
 def run_from(source: str, gpu: str = "t4") -> Run:
-    return Run("run", source, "f", "m", gpu, "train", "fp32 nchw", "s", 8, {"time": 0.0}, 10**10, True, {})
+    return run_on(step_on(gpu), source=source, labels={"time": 0.0})
 
 
 @pytest.mark.parametrize("split", ["source", "gpu"])
@@ -191,8 +178,10 @@ def test_cpus_stay_in_training_beside_gpus(split: str) -> None:
 
 def test_cards_with_kernels_are_in_different_folds_and_do_not_fill_them() -> None:
     steps = [run_from("", f"gpu-{at}") for at in range(10) for _ in range(10)]
-    kernels = [run_from("", f"gpu-{at}")._replace(table="operator") for at in range(5) for _ in range(200)]
+    kernels = [run_on(step_on(f"gpu-{at}", is_single=True)) for at in range(5) for _ in range(200)]
     made = folds(steps + kernels, "gpu")
     assert [sum(index < len(steps) for index in fold.judge) for fold in made] == [20] * 5
     assert [sum(index >= len(steps) for index in fold.judge) for fold in made] == [200] * 5
-    assert len(folds(kernels + [one._replace(table="operator") for one in steps], "gpu")) == 5  # a table of nothing else
+    assert (
+        len(folds(kernels + [run_on(step_on(one.gpu, is_single=True)) for one in steps], "gpu")) == 5
+    )  # a table of nothing else

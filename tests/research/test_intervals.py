@@ -8,6 +8,7 @@ import pytest
 from perfguard_research.dataset import Fold, Run
 from perfguard_research.intervals import FoldPredictions, judged
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
+from tests.rows import run_on, step_on
 
 NUMBER = 300
 PART = NUMBER // 2
@@ -15,7 +16,7 @@ PART = NUMBER // 2
 
 def run(index: int, log_bytes: float, *, fits: bool = True) -> Run:
     labels = {"memory": log_bytes} if fits else {}
-    return Run("workload", "", f"f{index}", "m", "t4", "train", "fp32 nchw", f"s{index}", 8, labels, 10**10, fits, {})
+    return run_on(step_on(), table="workload", family=f"f{index}", structure=f"s{index}", labels=labels, fits=fits)
 
 
 @pytest.fixture
@@ -52,18 +53,21 @@ def test_interval_is_calibrated_on_the_other_folds(runs: list[Run]) -> None:
 
 
 def test_leaderboard_has_interval_coverage_and_width(runs: list[Run]) -> None:
-    (line,) = entries(runs, {("family", "p"): predictions(runs, [])})
+    found = {("family", "p"): predictions(runs, [])}
+    errors, fits = entries(runs, found), fit_scores(runs, found)
+    (line,) = (line for _, line in errors.iterrows())
     assert line.coverage == pytest.approx(0.9, abs=0.04)
     assert line.width == pytest.approx(2 * 1.645 * 0.1, rel=0.2)
-    assert "| t4 train fp32 nchw | 300 | " in as_markdown([line], {}, ["p"])
-    assert "### 90% intervals of memory, split by family" in as_markdown([line], {}, ["p"])
+    assert "| t4 train fp32 nchw | 300 | " in as_markdown(errors, fits, ["p"])
+    assert "### 90% intervals of memory, split by family" in as_markdown(errors, fits, ["p"])
 
 
 def test_fit_scores_refuse_at_risk_within_the_interval(runs: list[Run]) -> None:
     """At the default risk a run is refused whose interval reaches the memory of the card."""
     limit = float(np.log(1e10))
     some = [*runs, *(run(NUMBER + at, 0, fits=False) for at in range(3))]
-    (score,) = fit_scores(some, {("family", "p"): predictions(some, [limit + 0.01, limit - 0.05, limit - 0.5])}).values()
+    scores = fit_scores(some, {("family", "p"): predictions(some, [limit + 0.01, limit - 0.05, limit - 0.5])})
+    (score,) = (line for _, line in scores.iterrows())
     assert (score.failed, score.fitting) == (3, NUMBER)
     assert score.caught == pytest.approx(1 / 3)  # the median
     assert score.caught_at_risk == pytest.approx(2 / 3)  # 1.645 standard deviations of 0.1 reach the limit
@@ -73,4 +77,4 @@ def test_fit_scores_refuse_at_risk_within_the_interval(runs: list[Run]) -> None:
 def test_new_gpu_has_an_error_group_of_its_own(runs: list[Run]) -> None:
     found = predictions(runs, [])
     assert set(judged(runs, "gpu", found)["group"]) == {"new gpu"}
-    assert set(judged(runs, "family", found)["group"]) == {"t4 train fp32 nchw with convolutions"}
+    assert set(judged(runs, "family", found)["group"]) == {"t4 train fp32"}

@@ -24,19 +24,19 @@ def test_weights_refuse_damage_and_exchange(name: str, read: Callable[..., objec
     for suffix in (".safetensors", ".json"):
         shutil.copy(WEIGHTS / f"{name}{suffix}", tmp_path / f"{name}{suffix}")
     tensors, card = tmp_path / f"{name}.safetensors", tmp_path / f"{name}.json"
-    read(tensors, card)
+    read(tmp_path / name)
     data = bytearray(tensors.read_bytes())
     data[-1] ^= 1
     tensors.write_bytes(bytes(data))
     with pytest.raises(PredictorError, match="do not match the hash in their card"):
-        read(tensors, card)
+        read(tmp_path / name)
     document = json.loads(card.read_text(encoding="utf-8"))
     card.write_text(json.dumps(document | {"format": 99}), encoding="utf-8")
     with pytest.raises(PredictorError, match="another version of PerfGuard"):
-        read(tensors, card)
+        read(tmp_path / name)
     tensors.unlink()
     with pytest.raises(PredictorError, match="cannot be read"):
-        read(tensors, card)
+        read(tmp_path / name)
 
 
 def test_matrix_product_runs_as_matrix_product() -> None:

@@ -21,6 +21,7 @@ from perfguard_research.step_time import TrainableStepTime
 from tests.doubles import TOY_CPU
 from tests.laws import graph_of
 from tests.models.oracle import step_s_by_simulation
+from tests.rows import run_on, step_on
 
 GPUS = ("a100-pcie-40gb", "t4", "rtx3090")
 HOST_S, VIEW_S, LATENCY_S, CONSTANT_S, COPY_S_PER_BYTE = 25e-6, 3e-6, 5e-6, 150e-6, 1 / 8e9
@@ -57,7 +58,7 @@ def view_of(graph: OpGraph, device: Device) -> Arrays:
 
 def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0, folder: str = "") -> Run:
     labels = {"time": math.log(step_s(view, host=host))}
-    return Run("run", source, "f", "m", gpu, "infer", "fp32 nchw", "s", batch, labels, 10**10, True, view, folder)
+    return run_on(step_on(gpu, "infer"), source=source, batch_size=batch, labels=labels, view=view, host=folder)
 
 
 def is_held_out(batch: int) -> bool:

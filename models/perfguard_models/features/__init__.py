@@ -6,15 +6,13 @@ launches        the operators of a step in launch order, and the tensors between
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from perfguard.devices import Device
 from perfguard.graph import OpGraph
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 Arrays = dict[str, npt.NDArray[Any]]
 """Features of one step on one device, by name."""
@@ -29,4 +27,6 @@ class FeatureSet(NamedTuple):
     """Computes the features of a graph on a device. It can be pickled, because processes exchange it."""
 
 
-__all__ = ["Arrays", "FeatureSet"]
+def features_of(views: Iterable[FeatureSet], graph: OpGraph, device: Device) -> Arrays:
+    """The features of ``graph`` on ``device`` in all of ``views``."""
+    return {name: values for view in views for name, values in view.compute(graph, device).items()}

@@ -7,17 +7,13 @@ Shapes: N operators, d different operators.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
 from perfguard_models.features import Arrays, FeatureSet, operators
 from perfguard_models.features.convolutions import HALF_DTYPES, operators_with
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 COLUMNS = (*operators.COLUMNS, "tf32", "bf16", "benchmark", "log_idle_waves")
 """Columns of ``x``. The first are those of `operators`, with times at the rates of the arithmetic that is used. "tf32" is 0 on

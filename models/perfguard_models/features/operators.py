@@ -5,16 +5,12 @@ Shapes: N operators.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.devices import Device
 from perfguard.graph import OpGraph, Phase, StorageKind
 from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, operators_with
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 NAMES = (
     "convolution", "convolution_backward", "addmm", "mm", "bmm", "baddbmm", "_to_copy", "add", "add_", "mul", "mul_",

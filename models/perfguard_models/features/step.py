@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, roofline_s
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions, operators_with
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 CONVOLUTION_ALGORITHMS = ("gemm", "columns", "fft", "fft_pointwise", "fft_grouped", "fft_tiling", "winograd", "nhwc")
 """cuDNN's, by what their workspaces hold; see :func:`workspace_bytes`."""

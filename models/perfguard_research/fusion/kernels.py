@@ -19,15 +19,10 @@ import argparse
 import hashlib
 import itertools
 import json
-import platform
-import random
 import re
-import time
 from collections import Counter
-from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +32,13 @@ from torch import nn
 from torch_geometric.nn import GATConv, GraphSizeNorm
 from torch_geometric.utils import scatter
 
-from perfguard.exceptions import PerfGuardError
+from perfguard.devices import Device
 from perfguard.graph import OpGraph, roofline_s
 from perfguard_models.features.operators import COLUMNS, NAMES, operator_columns
 from perfguard_models.weight_files import fitting, read_pair, write_pair
-from perfguard_research.csv_rows import read_table
+from perfguard_research.dataset import drawn, usable_rows
 from perfguard_research.operators import Operator
-from perfguard_research.tables import parser_of
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
-    from perfguard.devices import Device
+from perfguard_research.tables import MeasuredRow
 
 FORMAT = 1
 _COLUMNS = (*COLUMNS, "log_flops", "log_matrix_flops", "log_bandwidth", "log_sms", "log_clock", "log_l2", "log_launch")
@@ -128,23 +118,17 @@ def read_rows(table: Path) -> pd.DataFrame:
     Raises:
         TableError: if the table cannot be read.
     """
-    columns, raw = read_table(table)
-    parse = parser_of(columns, table)
-    raw = [row for row in raw if not (row.get("kernel") or "").strip().isdigit()]
-    if len(raw) > _MOST_ROWS:
-        raw = random.Random(0).sample(raw, _MOST_ROWS)
     rows = []
-    for item in raw:
-        try:
-            row = parse(item)
-        except PerfGuardError:
-            continue
-        operator = row.network
-        if isinstance(operator, Operator) and operator.kernel and row.step_time_s and row.status == "ok":
-            family = kernel_family(operator.kernel)
-            measured = {"operator": operator.name, "gpu": row.gpu, "sizes": operator.sizes, "family": family}
-            rows.append(measured | {"seconds": row.step_time_s} | features_of(operator.graph(row.mode), row.device))
+    for row in drawn([row for row in usable_rows(table)[0] if row.step_time_s and _kernel_of(row)], _MOST_ROWS):
+        measured = {"operator": row.model, "gpu": row.gpu, "family": kernel_family(_kernel_of(row)), "seconds": row.step_time_s}
+        assert isinstance(row.network, Operator)
+        rows.append(measured | {"sizes": row.network.sizes} | features_of(row.network.graph(row.mode), row.device))
     return pd.DataFrame(rows)
+
+
+def _kernel_of(row: MeasuredRow) -> str:
+    """The name of the kernel that ran; empty: it is not known. Some rows have a number."""
+    return row.network.kernel if isinstance(row.network, Operator) and not row.network.kernel.strip().isdigit() else ""
 
 
 def features_of(graph: OpGraph, device: Device) -> dict[str, Any]:
@@ -168,17 +152,14 @@ def features_of(graph: OpGraph, device: Device) -> dict[str, Any]:
     }
 
 
-class KernelModel:
-    """Trained weights.
+class KernelModel(NamedTuple):
+    """Trained weights."""
 
-    Args:
-        network: the weights.
-        families: what its logits stand for.
-        scale: mean and width of the columns. Shape: (2, len(_COLUMNS)).
-    """
-
-    def __init__(self, network: KernelHeads, families: Sequence[str], scale: torch.Tensor) -> None:
-        self.network, self.families, self.scale = network.eval(), tuple(families), scale
+    network: KernelHeads
+    families: list[str]
+    """What its logits stand for."""
+    scale: torch.Tensor
+    """Mean and width of the columns. Shape: (2, len(_COLUMNS))."""
 
     def inputs(self, rows: pd.DataFrame) -> tuple[torch.Tensor, ...]:
         """Those of the network."""
@@ -232,14 +213,9 @@ def cross_validated(rows: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]
     splits = {"shape": [is_fifth], "gpu": [rows["gpu"] == gpu for gpu in sorted(rows["gpu"].unique())]}
     found = {}
     for split, folds in splits.items():
-        judged = pd.concat(
-            [_judged(fitted(rows[~held_out]), rows[held_out]).assign(fold=at) for at, held_out in enumerate(folds)]
-        )
-        groups = {
-            "all": judged,
-            "products": judged[judged["operator"].isin(("linear", "bmm"))],
-            **dict(iter(judged.groupby("operator"))),
-        }
+        judged = pd.concat([_judged(fitted(rows[~held_out]), rows[held_out]) for held_out in folds])
+        products = judged[judged["operator"].isin(("linear", "bmm"))]
+        groups = {"all": judged, "products": products, **dict(iter(judged.groupby("operator")))}
         found[split] = {str(name): _score_of(own) for name, own in groups.items()}
     return found
 
@@ -256,36 +232,33 @@ def _judged(model: KernelModel, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _score_of(judged: pd.DataFrame) -> dict[str, float]:
-    """The means over all rows; the median is the mean of the folds' medians, weighted by rows."""
-    errors = judged.groupby("fold")["error"]
+    means = {name: float(judged[name].mean()) for name in ("top1", "top5")}
     return {
         "rows": len(judged),
-        "top1": float(judged["top1"].mean()),
-        "top5": float(judged["top5"].mean()),
+        **means,
         "mean_error": float(judged["error"].mean()),
-        "median_error": float(np.average(errors.median(), weights=errors.size())),
+        "median_error": float(judged["error"].median()),
     }
 
 
-def read_kernel_model(tensors: Traversable, card: Traversable) -> KernelModel:
-    """Read the files of :func:`main`.
+def read_kernel_model(path: Path) -> KernelModel:
+    """Read PATH.safetensors and PATH.json, the files of :func:`main`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
     mend = "python -m perfguard_research.fusion.kernels TABLE --out DIR"
-    state, document = read_pair(tensors, card, "kernels", mend=mend, made_for={"format": FORMAT, "columns": [*_COLUMNS]})
+    state, document = read_pair(path, mend=mend, made_for={"format": FORMAT, "columns": [*_COLUMNS]})
     with fitting("The weights 'kernels'"):
         scale = state.pop("scale")
         network = KernelHeads(len(document["families"]), document["hidden"])
         network.load_state_dict(state)
-        return KernelModel(network, document["families"], scale)
+        return KernelModel(network.eval(), document["families"], scale)
 
 
 def shipped() -> KernelModel:
     """The weights that come with the package."""
-    folder = files("perfguard_research") / "weights"
-    return read_kernel_model(folder / "kernels.safetensors", folder / "kernels.json")
+    return read_kernel_model(Path(__file__).parents[1] / "weights" / "kernels")
 
 
 def main() -> None:
@@ -295,20 +268,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
     rows = read_rows(arguments.table)
     scores = cross_validated(rows)
     model = fitted(rows)
     card: dict[str, Any] = {
         "format": FORMAT,
         "version": 1,
-        "families": list(model.families),
+        "families": model.families,
         "columns": [*_COLUMNS],
         "hidden": _HIDDEN,
         "rows": dict(sorted(Counter(rows["operator"] + " " + rows["gpu"]).items())),
         "source": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
         "scores": scores,
-        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "kernels", {**model.network.state_dict(), "scale": model.scale}, card)
     print(json.dumps(scores, indent=1))

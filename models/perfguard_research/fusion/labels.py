@@ -9,7 +9,8 @@ in Inductor's own hook for passes after fusion. Compilation ends there, before a
 are no weights, because all tensors are fake. For a GPU the method is the same, with an A100 as the device.
 
 Each line is one JSON object. It has the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of its operators in
-the graph. The command may be interrupted at any time. Every line is flushed, and models that are in the file are skipped.
+the graph. The networks are those that `perfguard collect` draws. The command may be interrupted at any time. Every line is
+flushed, and models that are in the file are skipped.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from __future__ import annotations
 import argparse
 import base64
 import difflib
-import itertools
 import json
-import random
 import sys
 import time
 import warnings
@@ -36,26 +35,18 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
+from perfguard.devices import cpu
 from perfguard.graph import OpGraph, trace
 from perfguard.workload import Workload, mapped
-from perfguard_research.networks import EDGES, NUM_EDGES, Network
+from perfguard_research.collect.spaces import Draft, Space, drafts
+from perfguard_research.networks import Network
 
 COMPILERS = ("inductor-cpu", "inductor-cuda")
 _MOST_OPERATORS = 400
-_MODELS_OF_FAMILY = 2
-_CELLS = 60
-_BATCHES = (1, 2, 4, 8)
+_BATCH = 4
+_SPACES: tuple[Space, ...] = ("vision", "nas", "text")
 _NOT_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
 """Operators that only allocate. A trace leaves them out, as it does views."""
-
-
-class Case(NamedTuple):
-    """A network to compile."""
-
-    family: str
-    name: str
-    network: Network
-    batch_size: int
 
 
 class LabelledGraph(NamedTuple):
@@ -64,6 +55,7 @@ class LabelledGraph(NamedTuple):
     compiler: str
     family: str
     model: str
+    """The number of the network in the order of `perfguard collect`."""
     graph: OpGraph
     kernels: tuple[tuple[int, ...], ...]
     """Operators of each kernel, ascending. One operator may be part of several (a softmax is a reduction and a division)."""
@@ -73,13 +65,11 @@ class LabelledGraph(NamedTuple):
 
         An edge is fused if one kernel takes part in both operators.
         """
-        kernels_of: dict[int, set[int]] = {}
+        is_in = np.zeros((len(self.kernels), len(self.graph.ops)), dtype=bool)
         for number, kernel in enumerate(self.kernels):
-            for op in kernel:
-                kernels_of.setdefault(op, set()).add(number)
-        none: set[int] = set()
-        pairs = [(kernels_of.get(int(a), none), kernels_of.get(int(b), none)) for a, b in self.graph.edges.T]
-        return np.array([-1 if not (a and b) else int(bool(a & b)) for a, b in pairs], dtype=np.int8)
+            is_in[number, list(kernel)] = True
+        source, sink = is_in[:, self.graph.edges[0]], is_in[:, self.graph.edges[1]]
+        return np.where(source.any(0) & sink.any(0), (source & sink).any(0), -1).astype(np.int8)
 
 
 def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph, target: str = "cpu") -> tuple[tuple[int, ...], ...]:
@@ -245,74 +235,22 @@ def _without_backend(name: str) -> str:
     return "attention" if name.startswith("_scaled_dot_product") else name
 
 
-def cases() -> Iterator[Case]:
-    """The corpus, mixed: every family of timm, cells in the manner of NAS-Bench-201, transformers from configurations."""
-    transformers = [
-        Case(family, f"{family}-small", Network(name=f"hf:{model}", config=config, input={"seq_len": 64}), 2)
-        for family, (model, config) in _TRANSFORMERS.items()
-    ]
-    sources = [list(_timm_cases(random.Random(0))), list(_cells(random.Random(0))), transformers]
-    order = [(at / len(source), case) for source in sources for at, case in enumerate(source)]
-    for _, case in sorted(order, key=lambda item: item[0]):
-        yield case
-
-
-def _timm_cases(rng: random.Random) -> Iterator[Case]:
-    import timm
-
-    families: dict[str, list[str]] = {}
-    for name in timm.list_models():
-        family = "".join(itertools.takewhile(lambda letter: not letter.isdigit() and letter != "_", name))
-        families.setdefault(family, []).append(name)
-    chosen = [(family, rng.sample(names, min(_MODELS_OF_FAMILY, len(names)))) for family, names in families.items()]
-    rng.shuffle(chosen)
-    for family, names in chosen:
-        for name in names:
-            cfg = timm.get_pretrained_cfg(name)
-            image = list(cfg.input_size[1:]) if cfg is not None else 224
-            yield Case(family, name, Network(name=f"timm:{name}", input={"image": image}), rng.choice(_BATCHES))
-
-
-def _cells(rng: random.Random) -> Iterator[Case]:
-    for number in range(_CELLS):
-        edges, width = [rng.choice(EDGES) for _ in range(NUM_EDGES)], rng.choice((8, 16, 24, 32))
-        config = {"edges": edges, "width": width, "cells": 2, "img_size": 32, "classes": 10}
-        yield Case("nas-cell", f"cell-{number}", Network(name="perfguard:cells", config=config), rng.choice(_BATCHES))
-
-
-_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {  # by family
-    "bert": ("BertModel", {"num_hidden_layers": 3}),
-    "roberta": ("RobertaModel", {"num_hidden_layers": 2}),
-    "distilbert": ("DistilBertModel", {"n_layers": 3}),
-    "gpt2": ("GPT2Model", {"n_layer": 3, "use_cache": False}),
-    "opt": ("OPTModel", {"num_hidden_layers": 3, "use_cache": False}),
-    "gptneox": ("GPTNeoXModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    "llama": ("LlamaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    "qwen2": ("Qwen2Model", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    "gemma": ("GemmaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
-    "albert": ("AlbertModel", {"num_hidden_layers": 2}),
-    "electra": ("ElectraModel", {"num_hidden_layers": 2}),
-    "xlmroberta": ("XLMRobertaModel", {"num_hidden_layers": 2}),
-    "mpnet": ("MPNetModel", {"num_hidden_layers": 2}),
-    "bloom": ("BloomModel", {"n_layer": 2, "hidden_size": 256, "use_cache": False}),
-    "phi": ("PhiModel", {"num_hidden_layers": 2, "hidden_size": 512, "use_cache": False}),
-}
-
-
-def labelled(case: Case, compiler: str) -> LabelledGraph | str:
-    """Labels of ``case`` from ``compiler``, or the reason why there are none."""
+def labelled(draft: Draft, compiler: str) -> LabelledGraph | str:
+    """Labels of the network of ``draft`` from ``compiler``, or the reason why there are none."""
+    network = draft.row.network
+    assert isinstance(network, Network)
     try:
         with torch.device("meta"):
-            model = case.network.make().eval()
+            model = network.make().eval()
         target: Any = compiler.partition("-")[2]
-        inputs = case.network.batch(case.batch_size, train=False).inputs
+        inputs = network.batch(_BATCH, train=False).inputs
         graph = trace(Workload(model, inputs, mode="infer"), target=target)
         if len(graph.ops) > _MOST_OPERATORS:
             return f"{len(graph.ops)} operators"
         kernels = inductor_kernels(model, inputs, graph, target)
     except Exception as error:  # whatever networks of others do under fake tensors
         return f"{type(error).__name__}: {str(error)[:200]}"
-    return LabelledGraph(compiler, case.family, case.name, graph, kernels)
+    return LabelledGraph(compiler, network.family, draft.columns["index"], graph, kernels)
 
 
 def to_json(row: LabelledGraph) -> dict[str, Any]:
@@ -342,14 +280,14 @@ def main() -> None:
     end, number = time.process_time() + 60 * arguments.minutes, 0
     with arguments.out.open("a", encoding="utf-8") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("models", total=None)
-        for case in cases():
+        for draft in drafts(_SPACES, seed=0, device=cpu()):  # smaller networks than a GPU's
             if time.process_time() > end:
                 break
-            if (arguments.compiler, case.name) in done:
+            if (arguments.compiler, draft.columns["index"]) in done:
                 continue
-            row = labelled(case, arguments.compiler)
+            row = labelled(draft, arguments.compiler)
             if isinstance(row, str):
-                print(f"{case.name}: {row}", file=sys.stderr)
+                print(f"{draft.row.model}: {row}", file=sys.stderr)
                 continue
             file.write(json.dumps(to_json(row)) + "\n")
             file.flush()

@@ -13,9 +13,9 @@ output of attention. These features include the number of its readers and its sh
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,22 +28,19 @@ from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, StorageKind
 from perfguard_models.fused_graph import kernels_of
 from perfguard_models.weight_files import fitting, read_pair
 
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
 FORMAT = 1
 SIZES = ("log_input", "log_output", "log_weights", "log_flops", "readers", "writers", "rank", "log_last", "log_first")
 """Columns of what is known of an operator, beside its kind and its name: logarithms of bytes, FLOPs and sizes of its output."""
 _HIDDEN = 64
 
 
-def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Data:
+def edges_of(graph: OpGraph, names: Sequence[str], compiler: int) -> Data:
     """``graph``, of n operators, for the network. ``names`` has those with an embedding of their own; 0 stands for all others.
 
     It has ``sizes`` (n, len(SIZES)), ``kind``, ``name`` and ``compiler`` (n,), and ``edge_index`` (2, num_edges).
     """
     source, sink = graph.edges
-    number = len(graph.ops)
+    number, index = len(graph.ops), {name: at for at, name in enumerate(names, start=1)}
     flops, read, written = graph.costs.astype(np.float64)
     is_weight = [storage.kind in (StorageKind.PARAMETER, StorageKind.BUFFER) for storage in graph.storages]
     weights = [sum(graph.storages[at].num_bytes for at in op.inputs if is_weight[at]) for op in graph.ops]
@@ -59,7 +56,7 @@ def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Data:
     return Data(
         sizes=torch.from_numpy(np.stack(columns, axis=1)).float(),
         kind=torch.tensor([KIND_INDEX[op.kind] for op in graph.ops], dtype=torch.long),
-        name=torch.tensor([names.get(op.name.rstrip("_"), 0) for op in graph.ops], dtype=torch.long),
+        name=torch.tensor([index.get(op.name.rstrip("_"), 0) for op in graph.ops], dtype=torch.long),
         compiler=torch.full((number,), compiler, dtype=torch.long),
         edge_index=torch.from_numpy(graph.edges),
         num_nodes=number,
@@ -102,26 +99,21 @@ class EdgeClassifier(nn.Module):
         return logit
 
 
-class FusionModel:
-    """Trained weights: which edges of a graph a compiler fuses.
+class FusionModel(NamedTuple):
+    """Trained weights: which edges of a graph a compiler fuses."""
 
-    Args:
-        network: the weights.
-        names: operators with an embedding, from 1.
-        compilers: what the weights were trained on, in order.
-    """
-
-    def __init__(self, network: EdgeClassifier, names: Sequence[str], compilers: Sequence[str]) -> None:
-        self._network = network.eval()
-        self.names = {name: at for at, name in enumerate(names, start=1)}
-        self.compilers = tuple(compilers)
+    network: EdgeClassifier
+    names: list[str]
+    """Operators with an embedding, from 1."""
+    compilers: list[str]
+    """What the weights were trained on, in order."""
 
     def chances(self, graph: OpGraph, compiler: str) -> npt.NDArray[np.float64]:
         """The probability that ``compiler`` fuses each of ``graph.edges``. Shape: (num_edges,)."""
         if not graph.edges.shape[1]:
             return np.zeros(0)
         with torch.inference_mode():
-            logits = self._network(edges_of(graph, self.names, self.compilers.index(compiler)))
+            logits = self.network(edges_of(graph, self.names, self.compilers.index(compiler)))
         found: npt.NDArray[np.float64] = torch.sigmoid(logits).double().numpy()
         return found
 
@@ -131,23 +123,22 @@ class FusionModel:
         return kernels_of(graph, np.argsort(-chances, kind="stable")[: int((chances > 0.5).sum())])
 
 
-def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
-    """Read the files of `perfguard_research.fusion.train`.
+def read_fusion_model(path: Path) -> FusionModel:
+    """Read PATH.safetensors and PATH.json, the files of `perfguard_research.fusion.train`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
     mend = "python -m perfguard_research.fusion.train LABELS --out DIR"
     made_for = {"format": FORMAT, "sizes": list(SIZES), "kinds": list(OP_KINDS)}
-    state, document = read_pair(tensors, card, "fusion", mend=mend, made_for=made_for)
+    state, document = read_pair(path, mend=mend, made_for=made_for)
     with fitting("The weights 'fusion'"):
         network = EdgeClassifier(len(document["names"]) + 1, len(document["compilers"]), document["hidden"])
         network.load_state_dict(state)
-        return FusionModel(network, document["names"], document["compilers"])
+        return FusionModel(network.eval(), document["names"], document["compilers"])
 
 
 @functools.cache
 def shipped() -> FusionModel:
     """The weights that come with the package."""
-    folder = files("perfguard_research") / "weights"
-    return read_fusion_model(folder / "fusion.safetensors", folder / "fusion.json")
+    return read_fusion_model(Path(__file__).parents[1] / "weights" / "fusion")

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import torch
+from sklearn.model_selection import GroupKFold
 from torch import nn
 from torch_geometric.data import Batch
 
@@ -69,8 +69,7 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
     torch.manual_seed(seed)
     compilers = sorted({row.compiler for row in rows})
     names = names_in(rows)
-    index = {name: at for at, name in enumerate(names, start=1)}
-    parts = [edges_of(row.graph, index, compilers.index(row.compiler)) for row in rows]
+    parts = [edges_of(row.graph, names, compilers.index(row.compiler)) for row in rows]
     labels = [torch.from_numpy(row.edge_labels()) for row in rows]
     network = EdgeClassifier(len(names) + 1, len(compilers), _HIDDEN)
     optimizer = torch.optim.Adam(network.parameters(), weight_decay=1e-5)
@@ -90,26 +89,20 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    return FusionModel(network, names, compilers)
+    return FusionModel(network.eval(), names, compilers)
 
 
 def cross_validated(rows: Sequence[LabelledGraph]) -> dict[str, Score]:
     """Scores by compiler ("all": all of them), over five folds by family, all edges of all folds together."""
-    families = sorted({row.family for row in rows})
-    random.Random(0).shuffle(families)
-    fold_of = {family: at % _FOLDS for at, family in enumerate(families)}
-    found: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[np.int8]]]] = {}
-    for fold in range(_FOLDS):
-        model = fitted([row for row in rows if fold_of[row.family] != fold])
-        for row in rows:
-            if fold_of[row.family] == fold:
-                pair = model.chances(row.graph, row.compiler), row.edge_labels()
-                found.setdefault(row.compiler, []).append(pair)
-                found.setdefault("all", []).append(pair)
-    return {
-        compiler: score_of(np.concatenate([predicted for predicted, _ in pairs]), np.concatenate([true for _, true in pairs]))
-        for compiler, pairs in sorted(found.items())
-    }
+    judged = []
+    for learn, judge in GroupKFold(_FOLDS).split(rows, groups=[row.family for row in rows]):
+        model = fitted([rows[at] for at in learn])
+        for row in (rows[at] for at in judge):
+            chances = model.chances(row.graph, row.compiler)
+            judged.append(pd.DataFrame({"compiler": row.compiler, "chance": chances, "label": row.edge_labels()}))
+    edges = pd.concat(judged)
+    groups = {"all": edges, **dict(iter(edges.groupby("compiler")))}
+    return {str(name): score_of(own["chance"].to_numpy(), own["label"].to_numpy()) for name, own in groups.items()}
 
 
 def main() -> None:
@@ -119,16 +112,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
     rows = [row for path in arguments.labels for row in read_labels(path) if row.graph.edges.shape[1]]
     scores = cross_validated(rows)
     model = fitted(rows)
-    network: Any = model._network
     card: dict[str, Any] = {
         "format": FORMAT,
         "version": 1,
-        "names": list(model.names),
-        "compilers": list(model.compilers),
+        "names": model.names,
+        "compilers": model.compilers,
         "hidden": _HIDDEN,
         "sizes": list(SIZES),
         "kinds": list(OP_KINDS),
@@ -145,9 +136,8 @@ def main() -> None:
             for own in [[row for row in rows if row.compiler == compiler]]
         },
         "scores": {"GAT-LSTM": {name: score._asdict() for name, score in scores.items()}},
-        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
-    write_pair(arguments.out / "fusion", network.state_dict(), card)
+    write_pair(arguments.out / "fusion", model.network.state_dict(), card)
     print(json.dumps(card["scores"], indent=1))
 
 

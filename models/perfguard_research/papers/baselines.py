@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,9 @@ import torch
 from perfguard_models.features import FeatureSet
 from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
-from perfguard_models.trees import Forest, forest_of_boosting
+from perfguard_models.trees import Forest, forest_of_boosting, forests_in, tensors_of
 from perfguard_research.dataset import ALL_TABLES, STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 _FEWEST_ROWS = 20
 _PHYSICS = {"memory": "log_reserved", "time": "log_roofline"}
@@ -54,7 +50,7 @@ class Roofline:
         return {name: torch.tensor([factor], dtype=torch.float64) for name, factor in self._factors.items()}, {}
 
     @classmethod
-    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Roofline:
         made = cls(**settings)
         made._factors = {name: float(value[0]) for name, value in tensors.items()}
         return made
@@ -108,14 +104,10 @@ class Trees:
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        tensors: State = {}
-        for target, forest in self._forests.items():
-            tensors |= forest.tensors(target)
-        return tensors, self.settings
+        return tensors_of(self._forests), self.settings
 
     @classmethod
-    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Trees:
         made = cls(**settings)
-        found = [target for target in TARGETS if f"{target}.roots" in tensors]
-        made._forests = {target: Forest.from_tensors(tensors, target, len(STEP_FEATURES)) for target in found}
+        made._forests = forests_in(tensors, len(STEP_FEATURES))
         return made

@@ -22,7 +22,7 @@ import torch
 from perfguard.graph import OP_KINDS
 from perfguard_models.features import FeatureSet
 from perfguard_models.learner import TARGETS, Example, Predicted, State
-from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
+from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting, forests_in, tensors_of
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
 from perfguard_research.papers.layers import GLOBAL_COLUMNS, LAYERS, trains
@@ -41,7 +41,8 @@ class DNNAbacus:
 
     def __init__(self, *, trees: int = 40, seed: int = 0) -> None:
         self.settings = {"trees": trees, "seed": seed}
-        self._members: dict[str, list[Forest]] = {}
+        self._members: dict[str, Forest] = {}
+        """By the quantity and the number of the member, as in "time.0"."""
         self._weights: dict[str, npt.NDArray[np.float64]] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
@@ -66,7 +67,8 @@ class DNNAbacus:
                 stack = StackingRegressor(members, Ridge(alpha=1e-3), cv=parts).fit(x[known], y[known])
                 self._weights[target] = np.array([*stack.final_estimator_.coef_, stack.final_estimator_.intercept_])
                 rf, et, gb = stack.estimators_
-                self._members[target] = [forest_of_bagging(rf), forest_of_bagging(et), forest_of_boosting(gb)]
+                forests = forest_of_bagging(rf), forest_of_bagging(et), forest_of_boosting(gb)
+                self._members |= {f"{target}.{at}": forest for at, forest in enumerate(forests)}
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._members:
@@ -74,27 +76,22 @@ class DNNAbacus:
         found = {target: np.full(len(runs), np.nan) for target in TARGETS}
         own = [at for at, run in enumerate(runs) if trains(run.view)]
         x = _table([runs[at] for at in own])
-        for target, members in self._members.items() if own else ():
-            predicted = np.stack([member.predict(x) for member in members], axis=1)
-            found[target][own] = predicted @ self._weights[target][:-1] + self._weights[target][-1]
+        for target, weights in self._weights.items() if own else ():
+            predicted = np.stack([self._members[f"{target}.{at}"].predict(x) for at in range(len(weights) - 1)], axis=1)
+            found[target][own] = predicted @ weights[:-1] + weights[-1]
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        tensors: State = {}
-        for target, members in self._members.items():
-            tensors[f"{target}.weights"] = torch.from_numpy(self._weights[target])
-            for index, member in enumerate(members):
-                tensors |= member.tensors(f"{target}.{index}")
-        return tensors, self.settings
+        weights = {f"{target}.weights": torch.from_numpy(values) for target, values in self._weights.items()}
+        return weights | tensors_of(self._members), self.settings
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> DNNAbacus:
         made = cls(**settings)
-        for target in TARGETS:
-            if f"{target}.weights" in tensors:
-                made._weights[target] = tensors[f"{target}.weights"].numpy()
-                number = _NUMBER**2 + len(GLOBAL_COLUMNS)
-                made._members[target] = [Forest.from_tensors(tensors, f"{target}.{index}", number) for index in range(3)]
+        made._weights = {
+            name.removesuffix(".weights"): values.numpy() for name, values in tensors.items() if name.endswith(".weights")
+        }
+        made._members = forests_in(tensors, _NUMBER**2 + len(GLOBAL_COLUMNS))
         return made
 
 

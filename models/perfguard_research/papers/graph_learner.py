@@ -16,7 +16,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
 from perfguard_research.learners import OnEpoch, batches, labels_of, shuffled
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
 _NODES_A_BATCH = 2_000
@@ -158,7 +155,7 @@ class GraphLearner(ABC):
         return {**network, **{f"scale.{key}": value for key, value in self._scale.items()}, "labels": self._labels}, self.settings
 
     @classmethod
-    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> GraphLearner:
         made = cls(**settings)
         network, made._scale = (
             {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}

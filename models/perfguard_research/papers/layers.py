@@ -13,16 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_research.fusion.network import shipped
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 NODE_COLUMNS = (
     "flops", "input_bytes", "output_bytes", "weight_bytes", "kernel_height", "kernel_width", "stride", "padding", "dilation",
@@ -60,7 +57,7 @@ def layers_of(graph: OpGraph, device: Device, *, whole: bool = False) -> Arrays:
     forward = [op for op in ops if op.phase is Phase.FORWARD]
     return {
         "kind": np.array([KIND_INDEX[op.kind] + len(OP_KINDS) * op.phase for op in ops], dtype=np.int64),
-        "nodes": np.array(nodes, dtype=np.float32).reshape(len(ops), -1),
+        "nodes": np.array(nodes, dtype=np.float32).reshape(-1, len(STEP_COLUMNS if whole else NODE_COLUMNS)),
         "edge_index": edge_index,
         "edges": np.array([delivered[source] for source in edge_index[0]], dtype=np.float32).reshape(-1, len(EDGE_COLUMNS)),
         "globals": np.array(_globals(graph, forward, device), dtype=np.float32),

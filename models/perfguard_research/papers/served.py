@@ -6,10 +6,9 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from perfguard.devices import Device
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models.learner import TARGETS as QUANTITIES
@@ -17,10 +16,7 @@ from perfguard_models.learner import share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import FittedModel, read_trained, step_of
-from perfguard_research.learners import learner_class
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
+from perfguard_research.learners import WEIGHTS, learner_class
 
 _UNKNOWN_LOG_SIGMA = 1.0
 _PRIOR_RUNS = 1.0
@@ -103,9 +99,7 @@ def load(name: str, path: str | Path | None = None) -> Served:
     Raises:
         PredictorError: if the files are refused.
     """
-    stem = str(path) if path is not None else str(files("perfguard_research") / "weights" / name)
-    tensors, card = Path(f"{stem}.safetensors"), Path(f"{stem}.json")
-    return Served(read_trained(tensors, card, name, learner_of=learner_class))
+    return Served(read_trained(Path(path or WEIGHTS / name), learner_of=learner_class))
 
 
 # With the shipped weights, for the entry points of `perfguard.predictors`.
