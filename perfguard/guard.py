@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -341,7 +341,8 @@ class Guard:
             WorkloadError: if the workload cannot be traced.
         """
         with self._lock:
-            self._condition_for(study)
+            if study != self._study:
+                self._learn_from_log(study)
             return self._settle(self._judge(workload, threshold=threshold), workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
@@ -513,7 +514,8 @@ class Guard:
                     graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
                 if workload is not None:
-                    self._condition_for(study)
+                    if study != self._study:  # another study's far readings are believed under other conditions
+                        self._learn_from_log(study)
                     verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
                     unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
                     verdict, workload = self._settle(verdict, workload, ran_out)
@@ -549,13 +551,11 @@ class Guard:
         trial_id: str | None = None,
     ) -> Decision:
         """Write a verdict into the log. The arguments are those of :meth:`decide`. A graph of None is unknown."""
-        try:
+        decision_id = ""
+        with self._going_on(LogWarning, "log a verdict"):  # the log keeps what it cannot deliver; this is worse
             decision_id = self.log.record_decision(
                 verdict, graph=graph, device=self.device, study=study, trial=trial, params=params or {}, trial_id=trial_id
             )
-        except Exception as error:  # the log keeps what it cannot deliver; this is worse
-            self.warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
-            decision_id = ""
         return Decision(decision_id, verdict, steps, study)
 
     def breaks_time_budget(self, decision: Decision, run: Running, *, time_left_s: float | None = None) -> str | None:
@@ -602,17 +602,15 @@ class Guard:
             "or describe the step: build=...",
             about="real step",
         )
-        try:
+        with self._going_on(LogWarning, "log a real step"):
             captured, graph = real_step.captured, real_step.graph
             self._real_steps[captured.graph.content_hash] = graph
             with self._lock:
                 verdict = self._judge(captured, graph)
             verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {real_step.difference}")
             self.log.correct(decision.id, verdict, graph)
-        except Exception as error:
-            self.warn_once(LogWarning, f"PerfGuard could not log a real step (shown once): {type(error).__name__}: {error}")
-            return decision
-        return replace(decision, verdict=verdict)
+            decision = replace(decision, verdict=verdict)
+        return decision
 
     def learn(self, decision: Decision, measurement: Measurement, *, real_step: RealStep | None = None) -> None:
         """Log what a launched trial cost, and condition the predictor on all runs that the log holds for this device.
@@ -643,21 +641,17 @@ class Guard:
             measurement = replace(measurement, peak_memory_bytes=None)
         if not decision.id:
             return
-        try:
+        with self._going_on(LogWarning, "log a measurement"):
             self.log.record_measurement(decision.id, measurement)
-        except Exception as error:
-            self.warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
         if elsewhere:
             return
         before = self._assessment
         self._learn_from_log(decision.study)
         if before.observations:  # else what the log held before is no news
             self._warn_about_changes(before, self._assessment)
-        try:
-            if self._fine_tuning is not None:
+        if self._fine_tuning is not None:
+            with self._going_on(LogWarning, "start its learner"):  # there may be no memory for another process
                 self._fine_tuning.wake()
-        except OSError as error:  # no memory for another process, or no interpreter to start it with
-            self.warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -669,19 +663,11 @@ class Guard:
             return f"this process has no {self.device.name}; the trial ran on {measurement.device_name}"
         return f"the trial did not use {self.device.name}; it ran on {measurement.device_name}"
 
-    def _condition_for(self, study: str) -> None:
-        """Condition the predictor for ``study``: another study's far readings are believed under other conditions."""
-        if study != self._study:
-            self._learn_from_log(study)
-
     def _learn_from_log(self, study: str) -> None:
-        try:
-            with self._lock:
-                found = self._learner.update(self.device, study=study)
-                if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
-                    self._assessment, self._study = found, study
-        except Exception as error:
-            self.warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
+        with self._going_on(UnguardedTrialWarning, "learn from its log"), self._lock:
+            found = self._learner.update(self.device, study=study)
+            if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
+                self._assessment, self._study = found, study
 
     def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
         """Warn of what the runs since ``before`` have shown."""
@@ -709,6 +695,14 @@ class Guard:
                     "trials run the step that is judged. `perfguard log quarantine` lists such readings."
                 )
                 self.warn_once(MeasurementWarning, message)
+
+    @contextmanager
+    def _going_on(self, category: type[Warning], doing: str) -> Iterator[None]:
+        """Let no failure of the block reach the study: one warning has the reason."""
+        try:
+            yield
+        except Exception as error:
+            self.warn_once(category, f"PerfGuard could not {doing} (shown once): {type(error).__name__}: {error}")
 
     def warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:
         """Warn, unless the guard has warned in this ``category`` ``about`` this before."""

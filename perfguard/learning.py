@@ -28,7 +28,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
-from perfguard.measure import NOT_A_NUMBER
 from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
@@ -173,9 +172,8 @@ def why_impossible(run: Observation, target: Target) -> str | None:
     if target == "time" and measurement.status != "ok":
         return None
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
-    if read is None:  # the log writes NaN and infinity into the note, because SQLite has no NaN
-        strange = (NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf"))
-        return next((words for words in strange if target == "time" and words in measurement.note), None)
+    if read is None:
+        return None
     value = run.measured(target)
     if value is None:
         return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"

@@ -25,7 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
-from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, warn_user
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, warn_user
 from perfguard.log_tables import LOG_FORMAT, Base, GraphRow, MetaRow, Row
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
@@ -134,11 +134,11 @@ class Database:
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
             is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
-            raise LogVersionError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
+            raise LogError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
         return found
 
-    def _corrupt(self, reason: str) -> LogCorruptError:
-        return LogCorruptError(
+    def _corrupt(self, reason: str) -> LogError:
+        return LogError(
             f"{self.name} is no measurement log, or is damaged ({reason}); it is left as it is. "
             "Move it away, or give another path."
         )

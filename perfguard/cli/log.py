@@ -46,14 +46,13 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
     show.add_argument("--json", action="store_true", help="print JSON")
     export = verb("export", "write the decisions with their measurements as a table")
-    export.add_argument("file", metavar="FILE.csv", help="the file to write")
+    export.add_argument("file", metavar="FILE.csv|FILE.parquet", help="the file to write")
     quarantine = verb("quarantine", "show the readings that PerfGuard does not learn from, and why", selects=False)
     quarantine.add_argument("--json", action="store_true", help="print JSON")
     forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
     forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
     forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    prune = verb("prune", "delete decisions with their measurements")
-    prune.add_argument("--keep", type=int, metavar="N", help="also keep at most the newest N of the other decisions")
+    verb("prune", "delete decisions with their measurements")
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
@@ -236,9 +235,9 @@ def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
 def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     selection = _selection(arguments)
-    if selection.is_everything and arguments.keep is None:
-        raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, --keep N, ...")
-    print(f"{store.prune(selection, keep_newest=arguments.keep):,} decisions removed")
+    if selection.is_everything:
+        raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, ...")
+    print(f"{store.prune(selection):,} decisions removed")
 
 
 def add_learn_arguments(parser: argparse.ArgumentParser) -> None:

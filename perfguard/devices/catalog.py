@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from perfguard.devices.parts import mig_instance, mig_profile
-from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -145,7 +145,7 @@ def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
         whole = _by_key().get(_key(card))
         try:
             return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
-        except UnknownDeviceError:
+        except ConfigurationError:
             return None
     device = _by_key().get(_key(name))
     if device is None or memory_bytes is None:
@@ -158,7 +158,7 @@ def find(name: str) -> Device:
     """The GPU with this name, as :func:`look_up` reads it.
 
     Raises:
-        UnknownDeviceError: with the nearest names, if the catalog has none; with the card's profiles, for one that it lacks.
+        ConfigurationError: with the nearest names, if the catalog has none; with the card's profiles, for one that it lacks.
     """
     device = look_up(name)
     if device is not None:
@@ -171,7 +171,7 @@ def find(name: str) -> Device:
     suggestion = f" Did you mean {' or '.join(repr(near) for near in nearest)}?" if nearest else ""
     if _key(name).rstrip("0123456789:") in ("", "cuda", "gpu"):
         suggestion = " For the GPU of this machine say 'auto'."
-    raise UnknownDeviceError(
+    raise ConfigurationError(
         f"gpu must be a name from the catalog, 'auto' or 'cpu', but got {name!r}.{suggestion} `perfguard gpus` lists all."
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
     from perfguard.devices.catalog import Device
@@ -52,11 +52,11 @@ def mig_profile(device: Device, name: str) -> MigProfile:
     """The MIG profile of ``device`` called ``name``: one of :func:`mig_profiles`, or 4g, or 1g with two memory slices.
 
     Raises:
-        UnknownDeviceError: with the profiles that ``device`` has.
+        ConfigurationError: with the profiles that ``device`` has.
     """
     known = {profile.name: profile for profile in (*mig_profiles(device), *_profiles_of(device, "others"))}
     if name not in known:
-        raise UnknownDeviceError(f"{device.name} has no MIG profile {name!r}. It has: {', '.join(known) or 'none'}.")
+        raise ConfigurationError(f"{device.name} has no MIG profile {name!r}. It has: {', '.join(known) or 'none'}.")
     return known[name]
 
 
