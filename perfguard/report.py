@@ -12,13 +12,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from perfguard import __version__
 from perfguard.budget import NOUNS, Quantity
@@ -49,8 +48,6 @@ class Report:
     """The trials, in the order in which they were judged."""
     num_repeated: int = 0
     """Proposals that were pruned from memory and have no record."""
-    doubts: Mapping[str, str] | None = None
-    """By decision_id: why nothing is learnt from that trial's reading. None: no log was read."""
 
     @property
     def summary(self) -> Summary:
@@ -61,13 +58,7 @@ class Report:
 # --- Where a report comes from --------------------------------------------------------------------------------------------------
 
 
-def write_report(
-    source: Any,
-    path: str | os.PathLike[str],
-    *,
-    study: str | None = None,
-    log: str | os.PathLike[str] | Literal[False] | None = None,
-) -> Path:
+def write_report(source: Any, path: str | os.PathLike[str], *, study: str | None = None) -> Path:
     """Write the report of a guarded study or of a measurement log as one HTML file.
 
     Example:
@@ -76,14 +67,14 @@ def write_report(
         >>> write_report("log.db", "report.html")                                                   # doctest: +SKIP
 
     Args:
-        source, study, log: as for :func:`read_report`.
+        source, study: as for :func:`read_report`.
         path: the file to write, which is returned. Its folder is made if it is not there.
 
     Raises:
         ConfigurationError: for a source that cannot be read, a file that cannot be written, or without Plotly.
         LogError: for a log that cannot be used.
     """
-    page = page_of(read_report(source, study=study, log=log))
+    page = page_of(read_report(source, study=study))
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,15 +84,13 @@ def write_report(
     return file
 
 
-def read_report(source: Any, *, study: str | None = None, log: str | os.PathLike[str] | Literal[False] | None = None) -> Report:
+def read_report(source: Any, *, study: str | None = None) -> Report:
     """Read the report of a guarded study or of a measurement log.
 
     Args:
         source: an Optuna study, the URL or the file of its storage, the search of a Ray Tune run, a MeasurementStore, or the
             file or URL of a measurement log.
         study: the study's name, where ``source`` has several. A log is reported as a whole without it.
-        log: the measurement log of a study, for readings that are not believed. None: the default log, if it is there. False:
-            none.
 
     Raises:
         ConfigurationError: for a source that cannot be read.
@@ -128,8 +117,7 @@ def read_report(source: Any, *, study: str | None = None, log: str | os.PathLike
             continue
         report = reader(source, study)
         if report is not None:
-            with _log_of_study(log) as store_or_none:
-                return report if store_or_none is None else replace(report, doubts=_doubts_in(store_or_none, report.records))
+            return report
     what = "The database" if isinstance(source, str) and "://" in source else repr(source)  # a URL may have a password
     raise ConfigurationError(
         f"{what} is neither a measurement log nor a study that an installed integration can read. "
@@ -148,39 +136,7 @@ def _report_of_log(log: MeasurementStore, study: str | None) -> Report:
         title=studies[0] if len(studies) == 1 else f"{len(studies)} studies",
         source=f"measurement log {log.location}",
         records=records,
-        doubts=_doubts_in(log, records),
     )
-
-
-def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping[str, str]:
-    """Why nothing is learnt from some readings on the devices of ``records``, as ``log`` has them, by decision_id."""
-    from perfguard.learning import doubts_of
-
-    studies = {record.study for record in records}
-    logged = [record for study in studies for record in log.records(study)]
-    doubts = {record.decision_id: record.set_aside for record in logged if record.set_aside}
-    for device_id in sorted({record.device_id for record in logged if record.device_id and record.status}):
-        for doubt in doubts_of(log.observations(device_id)):
-            doubts.setdefault(doubt.observation.decision_id, doubt.reason)
-    return doubts
-
-
-def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> AbstractContextManager[MeasurementStore | None]:
-    """The log that was named; else the default one, if it is there and can be used."""
-    from perfguard.log import MeasurementStore, default_location
-
-    location = os.fspath(log) if log else default_location()
-    is_missing = "://" not in location and not Path(location).is_file()
-    if log is False or (log is None and is_missing):
-        return nullcontext()
-    if is_missing:
-        raise LogError(f"There is no measurement log at {location}.")
-    try:
-        return MeasurementStore(location)
-    except LogError:
-        if log is not None:
-            raise
-        return nullcontext()
 
 
 def tables_in(location: str) -> set[str]:
@@ -295,7 +251,7 @@ def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Qua
     options = "".join(
         f'<option value="{name}">{look.words} ({counts[name]})</option>' for name, look in OUTCOMES.items() if counts[name]
     )
-    rows = "".join(_row(record, index, quantities, report.doubts or {}, several=several) for index, record in enumerate(shown))
+    rows = "".join(_row(record, index, quantities, several=several) for index, record in enumerate(shown))
     filters = (
         '<form id="filters" class="controls" hidden><label for="outcome">Outcome<select id="outcome">'
         f'<option value="">all</option>{options}</select></label>'
@@ -309,19 +265,10 @@ def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Qua
     )
 
 
-def _row(
-    record: TrialRecord,
-    index: int,
-    quantities: Sequence[Quantity],
-    doubts: Mapping[str, str],
-    *,
-    several: bool,
-) -> str:
+def _row(record: TrialRecord, index: int, quantities: Sequence[Quantity], *, several: bool) -> str:
     outcome = outcome_of(record)
     number = index + 1 if record.number is None else record.number
-    doubt = doubts.get(record.decision_id, "")
     reasons = [record.reason, "" if record.status in (None, "ok") else str(record.status), record.not_measured]
-    reasons.append(f"reading not believed: {doubt}" if doubt else "")
     cells = [f'<th scope="row" class="number" data-value="{number}">{number}</th>']
     cells += [f"<td>{_text(record.study)}</td>"] if several else []
     cells += [

@@ -306,7 +306,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
     )
     parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
-    _add_log(parser)
     parser.add_argument("--out", default="report.html", metavar="FILE.html", help="the file to write (default: report.html)")
 
 
@@ -318,4 +317,4 @@ def report(arguments: argparse.Namespace) -> None:
     source = arguments.source or default_location()
     if arguments.source is None and "://" not in source and not Path(source).exists():
         raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
-    print(write_report(source, arguments.out, study=arguments.study, log=arguments.log))
+    print(write_report(source, arguments.out, study=arguments.study))

@@ -188,7 +188,6 @@ def test_forget_without_terminal_changes_nothing(
         (["forget"], "Say which measurements to forget"),
         (["forget", "--undo", "--yes"], "Say which measurements to forget"),
         (["forget", "--study", "nothing", "--yes"], "No measurement that is in use matches"),
-        (["prune"], "Say what to remove"),
     ],
 )
 def test_what_cannot_be_done_is_said(
