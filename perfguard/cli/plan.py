@@ -19,8 +19,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perfguard.cli.check import guard_within, result_of
-from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
+from perfguard.cli.check import budget_of, guard_within, result_of
+from perfguard.cli.predict import alias_notes, estimate_as_json
 from perfguard.cli.script import capture_script
 from perfguard.cli.subject import add_network_argument, in_network, whole_number
 from perfguard.cli.trainer import Setup, setups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -58,6 +59,16 @@ def mig_profile(device: Device, name: str) -> MigProfile:
     if name not in known:
         raise ConfigurationError(f"{device.name} has no MIG profile {name!r}. It has: {', '.join(known) or 'none'}.")
     return known[name]
+
+
+def part_of(device: Device, name: str) -> Device:
+    """The part of ``device`` called ``name``: a MIG profile such as "3g.20gb", or a share of the multiprocessors: "mps25%".
+
+    Raises:
+        ConfigurationError: if the device has no such part.
+    """
+    share = re.fullmatch(r"mps(\d+)%", name)
+    return mps_share(device, int(share[1]) / 100) if share else mig_instance(device, mig_profile(device, name))
 
 
 def smallest_profile(device: Device, num_bytes: float) -> MigProfile | None:

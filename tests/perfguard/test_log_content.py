@@ -161,7 +161,7 @@ def test_nobody_sets_all_aside_by_saying_nothing(store: MeasurementStore) -> Non
     with pytest.raises(ConfigurationError, match="reason is empty"):
         store.set_aside(Selection(study="s"), "")
     with pytest.raises(ConfigurationError, match="Say what to remove"):
-        store.prune()
+        store.prune(Selection())
     with pytest.raises(ConfigurationError, match="must have a time zone"):
         Selection(since=datetime(2026, 1, 1))
     now = datetime.now(timezone.utc)
