@@ -154,6 +154,7 @@ class Guard:
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import TraceCache
+        from perfguard.log import MeasurementStore
 
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
@@ -178,7 +179,7 @@ class Guard:
         )
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
-        self.log = _open_log(log)
+        self.log = log if isinstance(log, MeasurementStore) else MeasurementStore(":memory:" if log is False else log)
         self.num_launched = 0
         """Trials that were launched with a verdict."""
         self._expected_violations = 0.0
@@ -734,16 +735,6 @@ def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) 
     if inputs is None:
         raise ConfigurationError(f"Give a Workload, or a model and an example batch, but got only {type(model).__name__}.")
     return Workload(model, inputs=inputs, **fields)
-
-
-def _open_log(log: str | MeasurementStore | Literal[False] | None) -> MeasurementStore:
-    from perfguard.log import MeasurementStore
-
-    if isinstance(log, MeasurementStore):
-        return log
-    if log is False:
-        return MeasurementStore(":memory:")
-    return MeasurementStore.default() if log is None else MeasurementStore(log)
 
 
 __all__ = ["DEFAULT_RISK", "Action", "Decision", "Guard", "OnViolation", "Verdict", "as_workload"]

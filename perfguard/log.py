@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ class MeasurementStore:
 
     Args:
         location: path of an SQLite file, ":memory:", or a SQLAlchemy URL of SQLite or PostgreSQL. A missing file is made, with
-            its directory.
+            its directory. None: :func:`default_location`.
         busy_timeout_s: how long a call waits for another process's lock, or for the server.
 
     Raises:
@@ -147,8 +146,8 @@ class MeasurementStore:
         ConfigurationError: a URL that cannot be used.
     """
 
-    def __init__(self, location: str | os.PathLike[str], *, busy_timeout_s: float = 2.0) -> None:
-        self._set_up(parse_url(os.fspath(location)), busy_timeout_s)
+    def __init__(self, location: str | os.PathLike[str] | None = None, *, busy_timeout_s: float = 2.0) -> None:
+        self._set_up(parse_url(default_location() if location is None else os.fspath(location)), busy_timeout_s)
         with self._lock:
             try:
                 self._database.open()
@@ -163,14 +162,10 @@ class MeasurementStore:
         self._rows: list[Row] = []  # rows that neither the database nor the disk could take yet
         self._warned: set[type[Exception]] = set()
         self._last_ns = 0
-        self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
+        # A predictor recognises graphs that it has seen by identity, so those that somebody still holds are found again.
+        self._graphs: weakref.WeakValueDictionary[str, OpGraph] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, leave, self._rows, self._database)
         _stores.add(self)
-
-    @classmethod
-    def default(cls) -> MeasurementStore:
-        """The log at :func:`default_location`."""
-        return cls(default_location())
 
     def record_decision(
         self,
@@ -203,7 +198,7 @@ class MeasurementStore:
             if graph is not None:
                 rows.append(tables.graph_row(graph))
                 values["graph_hash"] = graph.content_hash
-                self._remember(graph)
+                self._graphs[graph.content_hash] = graph
             if device is not None:
                 rows.append(tables.device_row(device))
                 values["device_hash"] = rows[-1].values["content_hash"]
@@ -532,7 +527,7 @@ class MeasurementStore:
         """The graphs with those hashes. One that is damaged is left out, with a warning."""
         from perfguard.graph import OpGraph
 
-        found = {content_hash: self._graphs[content_hash] for content_hash in hashes if content_hash in self._graphs}
+        found = {content_hash: graph for content_hash in hashes if (graph := self._graphs.get(content_hash)) is not None}
         missing = hashes - found.keys()
         wanted = sql.select(GraphRow.content_hash, GraphRow.data).where(GraphRow.content_hash.in_(missing))
         for row in self._read(wanted) if missing else ():
@@ -540,16 +535,8 @@ class MeasurementStore:
                 found[row.content_hash] = OpGraph.from_bytes(row.data)
             except _DAMAGED as error:
                 self._warn(error)
-        for graph in found.values():
-            self._remember(graph)
+        self._graphs.update(found)
         return found
-
-    def _remember(self, graph: OpGraph) -> None:
-        """Keep the graph object itself: a predictor recognises graphs that it has seen by identity."""
-        self._graphs[graph.content_hash] = graph
-        self._graphs.move_to_end(graph.content_hash)
-        if len(self._graphs) > 512:  # somewhat more than one call of observations() takes
-            self._graphs.popitem(last=False)
 
 
 def _in_use(predictor: str, *columns: Any) -> sql.Select[Any]:

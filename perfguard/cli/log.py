@@ -73,7 +73,7 @@ def open_log(location: str | None) -> MeasurementStore:
         raise ConfigurationError(f"There is no measurement log at {location}.")
     from perfguard.log import MeasurementStore
 
-    return MeasurementStore.default() if location is None else MeasurementStore(location)
+    return MeasurementStore(location)
 
 
 def _selection(arguments: argparse.Namespace) -> Selection:

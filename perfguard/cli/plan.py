@@ -10,12 +10,10 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -194,27 +192,20 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
     for place in places:
         guard = guard_within(budget, place.device, arguments.risk)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
-        known: list[tuple[list[str], int]] = []
         row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
-            tried = way[len(arguments.words) :]
-            name = str(setup) if setup else shlex.join(tried) or "as it stands"
+            name = str(setup) if setup else shlex.join(way[len(arguments.words) :]) or "as it stands"
             if sys.stderr.isatty():
                 print(f"\rdry run {number} of {len(ways)} on {place.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
             row: Row = {"gpus": place.name, "way": name, "words": way}
-            foreseen = set() if setup else _foreseen_samples(tried, known)
-            if foreseen and wanted not in foreseen:
-                yield row | {"result": "learns otherwise", "samples_per_step": min(foreseen)}
-                continue
             asked: list[Setup] = []
             choose = None if arguments.tries else functools.partial(_choose, setup, asked)
             try:
                 seen = capture_script(
-                    arguments.source, way, place.device, world_size=place.ranks, spares=not known, choose=choose
+                    arguments.source, way, place.device, world_size=place.ranks, spares=not row_of, choose=choose
                 )
                 samples = (seen.samples_per_step or 0) * seen.num_ranks
                 wanted = wanted or samples
-                known += [(tried, samples)] if samples else []
                 graphs = seen.graph, *seen.phases.values()
                 same = row_of.setdefault((samples, *(graph.content_hash for graph in graphs)), row)
                 if same is not row:  # some words say what the script does anyway
@@ -240,28 +231,6 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
 def _choose(chosen: Setup | None, asked: list[Setup], found: Setup) -> Setup:
     asked.append(found)
     return chosen or found
-
-
-def _foreseen_samples(words: Sequence[str], known: Sequence[tuple[Sequence[str], int]]) -> set[int]:
-    """Return how many samples a step may have if they are in proportion to some of the numbers in ``words``.
-
-    They must be so in what is ``known`` of words that differ in their numbers alone. Empty: nothing can be said.
-    """
-
-    def split(words: Sequence[str]) -> tuple[list[int], list[str]]:
-        found = [re.fullmatch(r"(.*=|)([1-9]\d*)", word) for word in words]
-        return [int(match[2]) for match in found if match], [
-            word if match is None else match[1] for word, match in zip(words, found, strict=True)
-        ]
-
-    numbers, rest = split(words)
-    alike = [(split(others)[0], samples) for others, samples in known if split(others)[1] == rest]
-    foreseen = set()
-    for powers in itertools.product((0, 1), repeat=len(numbers)):
-        scales = {Fraction(samples, math.prod(map(pow, others, powers))) for others, samples in alike}
-        if len(scales) == 1:
-            foreseen.add(int(scales.pop() * math.prod(map(pow, numbers, powers))))
-    return foreseen
 
 
 def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row:

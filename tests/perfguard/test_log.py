@@ -265,12 +265,12 @@ def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
 
 def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFGUARD_LOG", str(path))
-    MeasurementStore.default().close()
+    MeasurementStore().close()
     assert path.exists()
     monkeypatch.delenv("PERFGUARD_LOG")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(path.parent))
-    MeasurementStore.default().close()
+    MeasurementStore().close()
     assert (path.parent / "perfguard" / "log.db").exists()
 
 
