@@ -672,6 +672,8 @@ class Guard:
 
     def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
         """Warn of what the runs since ``before`` have shown."""
+        if not (after.changes or after.misfits or after.doubts):
+            return
         known = {run.decision_id for run in before.observations}
         for run, change in after.changes:
             if run.decision_id not in known:

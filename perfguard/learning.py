@@ -97,7 +97,7 @@ def assess(observations: Sequence[Observation], *, study: str = "", predictor: s
     for target in TARGETS:
         impossible = {i: reason for i, run in enumerate(observations) if (reason := why_impossible(run, target)) is not None}
         # On a CPU an honest run that reuses memory reads too little, too, so its neighbours are believed.
-        beside = _beside_impossible(observations, impossible) if target == "time" else {}
+        beside = _beside_impossible(observations, impossible) if target == "time" and impossible else {}
         refused[target] = impossible | beside | far_readings(observations, target, {*impossible, *beside}, study=study)
         judged = [
             i
@@ -241,12 +241,12 @@ def far_readings(observations: Sequence[Observation], target: Target, excluded: 
         if launched_by == CALIBRATION:
             continue
         own = [i for i in indices if i in residuals]
-        median_steps = statistics.median(observations[i].measurement.num_steps for i in indices)
         for position, i in enumerate(own):
             run = observations[i]
             if abs(residuals[i]) <= max(math.log(5.0), 8.0 * run.predicted[target].log_sigma):
                 continue  # within a factor of five, or within eight standard deviations
             held_back.add(i)
+            median_steps = statistics.median(observations[j].measurement.num_steps for j in indices)
             if target == "time" and run.measurement.num_steps < 0.1 * median_steps:
                 continue  # cut short, by a NaN or a suspended machine: its steps are mostly warm-up, and agree with no other
             far.add(i)

@@ -14,20 +14,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from perfguard.exceptions import why_not_imported
 from perfguard.measure.measurement import CudaUse, RanOn, Reading
 
 _T = TypeVar("_T")
-
-
-class _Overhead(NamedTuple):
-    """Memory of the process outside the allocator."""
-
-    num_bytes: int
-    source: str
-    note: str = ""
 
 
 class GpuProbe:
@@ -149,17 +141,18 @@ class GpuProbe:
         if not self._find_index() and self._cuda.is_initialized():
             self._index = self._cuda.current_device()
 
-    def _overhead(self, stats: Mapping[str, Any]) -> _Overhead:
+    def _overhead(self, stats: Mapping[str, Any]) -> tuple[int, str, str]:
+        """Bytes of the process outside the allocator, where the figure comes from, and a note."""
         if self._process_overhead_bytes is not None:
-            return _Overhead(self._process_overhead_bytes, "nvml-process")
+            return self._process_overhead_bytes, "nvml-process", ""
         free, total = self._cuda.mem_get_info(self._index)
         beside = total - free - int(stats.get("reserved_bytes.all.current", 0))
         # More than two contexts beside PyTorch's memory are other processes'.
         if self._num_others == 0 and 0 < beside <= 2 * self._context_bytes:
-            return _Overhead(beside, "cuda-card", "the context is the whole card's memory less PyTorch's")
-        return _Overhead(self._context_bytes, "catalog-context", "the context is the catalog's figure")
+            return beside, "cuda-card", "the context is the whole card's memory less PyTorch's"
+        return self._context_bytes, "catalog-context", "the context is the catalog's figure"
 
-    def _reading(self, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
+    def _reading(self, stats: Mapping[str, Any], overhead: tuple[int, str, str] | None, *notes: str) -> Reading:
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         before = self._use.before.get(self._index or 0, {})
         words = [*self._notes, *self._driver_notes(), *notes]
@@ -168,9 +161,10 @@ class GpuProbe:
             words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
         method, peak = "none", None
         if overhead is not None and reserved is not None:
-            peak = max(reserved + overhead.num_bytes, self._process_peak_bytes or 0)
-            method = f"{overhead.source}+allocator"
-            words += [overhead.note] if overhead.note else []
+            beside_bytes, source, note = overhead
+            peak = max(reserved + beside_bytes, self._process_peak_bytes or 0)
+            method = f"{source}+allocator"
+            words += [note] if note else []
         elif self._process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
             method, peak = "nvml-process", self._process_peak_bytes
             words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
