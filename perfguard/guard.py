@@ -30,7 +30,7 @@ from perfguard.exceptions import (
     log_once,
     warn_user,
 )
-from perfguard.learning import Assessment, FineTuneProcess, Learner
+from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused, too_large_named
@@ -41,6 +41,8 @@ from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdi
 from perfguard.workload import AnyWorkload, CapturedTrial, Workload
 
 if TYPE_CHECKING:
+    import subprocess
+
     from torch import nn
     from typing_extensions import TypedDict
 
@@ -194,7 +196,10 @@ class Guard:
         """The study that the predictor was conditioned for, see :func:`perfguard.learning.assess`."""
         is_wanted = self.device.kind == "cuda" if refine is None else refine
         can_refine = isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None
-        self._fine_tuning = FineTuneProcess(str(self.log.url), str(predictor)) if is_wanted and can_refine else None
+        self._tuned = str(predictor) if is_wanted and can_refine else ""
+        """Name of the predictor whose weights are fine-tuned. Empty: they are not."""
+        self._num_runs = 0
+        self._tuning: subprocess.Popen[bytes] | None = None
         self._learn_from_log("")
         self._announce_log()
 
@@ -650,9 +655,10 @@ class Guard:
         self._learn_from_log(decision.study)
         if before.observations:  # else what the log held before is no news
             self._warn_about_changes(before, self._assessment)
-        if self._fine_tuning is not None:
+        self._num_runs += 1
+        if self._tuned and self._num_runs % 25 == 0 and (self._tuning is None or self._tuning.poll() is not None):
             with self._going_on(LogWarning, "start its learner"):  # there may be no memory for another process
-                self._fine_tuning.wake()
+                self._tuning = start_tuning(str(self.log.url), self._tuned)
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -714,7 +720,7 @@ class Guard:
             warn_user(message, category)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces", "_tuning")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from perfguard.graph import TraceCache
@@ -722,6 +728,7 @@ class Guard:
         self.__dict__.update(state)
         self._lock = threading.RLock()
         self._traces = TraceCache()
+        self._tuning = None
 
 
 def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Workload:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
 from perfguard.physics import least_reading
@@ -507,26 +507,9 @@ def _is_better(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequen
     return statistics.fmean(gains) > max(0.02 * statistics.fmean(old), chance)
 
 
-class FineTuneProcess:
-    """Runs `perfguard learn` beside this process once in ``every`` runs: of low priority, on one core, without the GPU."""
-
-    def __init__(self, url: str, predictor: str, *, every: int = 25) -> None:
-        self._url = url
-        self._predictor = predictor
-        self._every = every
-        self._num_new = 0
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def wake(self) -> None:
-        """Start an update after a new run, if there are enough runs and no update is running. It never waits."""
-        self._num_new += 1
-        if self._num_new < self._every or (self._child is not None and self._child.poll() is None):
-            return
-        self._num_new = 0
-        quiet = subprocess.DEVNULL
-        command = [sys.executable, "-m", "perfguard.cli", "learn", "--predictor", self._predictor]
-        environment = os.environ | {"PERFGUARD_LOG": self._url, "CUDA_VISIBLE_DEVICES": ""}
-        self._child = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_child": None}
+def start_tuning(url: str, predictor: str) -> subprocess.Popen[bytes]:
+    """Start `perfguard learn` beside this process, and return it at once: of low priority, on one core, without the GPU."""
+    command = [sys.executable, "-m", "perfguard.cli", "learn", "--predictor", predictor]
+    environment = os.environ | {"PERFGUARD_LOG": url, "CUDA_VISIBLE_DEVICES": ""}
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
