@@ -111,14 +111,9 @@ class Run:
         return time.perf_counter() - self._started_at
 
     @property
-    def step_durations_s(self) -> list[float]:
-        """Seconds between the ends of consecutive steps, in order."""
-        return self._timer.durations_s
-
-    @property
     def pace(self) -> Pace | None:
         """The pace of the steps so far. None: fewer than 25 are done."""
-        return Pace.of(self.step_durations_s)
+        return Pace.of(self._timer.durations_s)
 
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
         """End the run, now or ``at_last_step``, and return what it cost."""
