@@ -40,7 +40,7 @@ class Setup(NamedTuple):
     def arguments(self, before: Setup) -> dict[str, Any]:
         """Return what to give to TrainingArguments in the place of ``before``."""
         pairs = zip(("per_device_train_batch_size", "gradient_accumulation_steps"), before, self, strict=False)
-        changed = {name: new for name, old, new in pairs if new != old}
+        changed: dict[str, Any] = {name: new for name, old, new in pairs if new != old}
         if self.checkpointing != before.checkpointing:
             changed["gradient_checkpointing"] = self.checkpointing
         if self.sharding != before.sharding:
