@@ -409,10 +409,11 @@ def tune_weights(
     *,
     predictor: str | Callable[[], Predictor] = DEFAULT_PREDICTOR,
     min_new: int = 20,
-    max_rows: int = 1000,
     seed: int = 0,
 ) -> Generation | None:
     """Fine-tune a predictor's weights on a log, and promote them there if they are better. None: there is too little that is new.
+
+    The newest 1,000 runs are learnt, of all devices alike.
 
     Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others, by a hash of their
     key, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On the newest runs
@@ -423,22 +424,19 @@ def tune_weights(
         log: the log to learn from and to promote in.
         predictor: the name of a predictor, or a function that makes one. It must be :class:`perfguard.predictor.Refinable`.
         min_new: how many runs must be new since the last promotion or rollback.
-        max_rows: the most runs to learn from, the newest ones of all devices alike.
         seed: seed of the training.
 
     Raises:
         ConfigurationError: if the predictor cannot be fine-tuned.
         LogError: if the log cannot be used now. Nothing is promoted then.
     """
-    if min_new < 1 or max_rows < 1:
-        raise ConfigurationError(f"min_new and max_rows must be at least 1, but got {min_new} and {max_rows}.")
     make = partial(load_predictor, predictor) if isinstance(predictor, str) else predictor
     in_use, candidate = make(), make()
     if not isinstance(in_use, Refinable) or not isinstance(candidate, Refinable):
         raise ConfigurationError(f"The predictor {predictor!r} cannot be fine-tuned; {DEFAULT_PREDICTOR!r} can.")
     since_ns = max((int(known.state_changed_at.timestamp() * 1e9) for known in log.weights(in_use.lineage)), default=0)
     device_ids = log.device_ids()
-    share = max(1, max_rows // max(1, len(device_ids)))
+    share = max(1, 1000 // max(1, len(device_ids)))
     by_device = [assess(log.observations(device_id, share), predictor=in_use.lineage).observations for device_id in device_ids]
     if sum(run.recorded_at_ns > since_ns for runs in by_device for run in runs) < min_new:
         return None

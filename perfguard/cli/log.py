@@ -243,8 +243,6 @@ def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard learn`` takes."""
     _add_log(parser)
-    parser.add_argument("--min-new", type=int, default=20, metavar="N", help="fewest new runs for an update (default: 20)")
-    parser.add_argument("--max-rows", type=int, default=1000, metavar="N", help="most runs to learn from (default: 1000)")
     parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
 
 
@@ -258,8 +256,7 @@ def learn(arguments: argparse.Namespace) -> None:
     with open_log(arguments.log) as store:
         from perfguard.learning import tune_weights
 
-        generation = tune_weights(store, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
-        print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.")
+        print(tune_weights(store, predictor=arguments.predictor) or "Nothing to learn: too few runs are new.")
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:

@@ -134,8 +134,6 @@ def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
 def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:
     with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
         tune_weights(log, predictor=ReplayPredictor)
-    with pytest.raises(ConfigurationError, match="min_new"):
-        tune_weights(log, min_new=0)
     fill(log, repeats=2)
     replay = ReplayPredictor()
     Learner(replay, log).update(CPU)
