@@ -198,10 +198,6 @@ class Budget:
                 f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
             )
 
-    def cost_of(self, seconds: float) -> float | None:
-        """Return what ``seconds`` on the device cost. None: there is no price."""
-        return None if self.price_per_hour is None else self.price_per_hour * seconds / SECONDS_PER_HOUR
-
     @property
     def paid_time_s(self) -> float | None:
         """Seconds that the cost budget pays for. None: the cost has no limit, or there is no price."""

@@ -2,7 +2,6 @@
 
 PerfGuardError
 ├── ConfigurationError (ValueError)    an argument that cannot be right: budget, risk, name of a GPU
-│   └── UnknownDeviceError             a GPU that is not in the catalog
 ├── WorkloadError                      the workload cannot be built or traced
 │   ├── BuildError                     the user's ``build`` raised or returned the wrong thing
 │   ├── CaptureError                   the dry run of an objective does not show what a trial runs
@@ -13,9 +12,7 @@ PerfGuardError
 ├── TableError                         a table of measured runs, or a row of it, that cannot be used
 ├── MeasuringError                     the device cannot be measured on: missing, lost, or no process can be started
 ├── UnguardedTrialError (RuntimeError) a trial could not be judged, and the guard is strict
-└── LogError                           the measurement log
-    ├── LogCorruptError                not a PerfGuard log, or a damaged one
-    └── LogVersionError                written by another version of PerfGuard
+└── LogError                           the measurement log is damaged, of another version, or cannot be reached
 
 PerfGuardWarning (UserWarning)
 ├── UnguardedTrialWarning              a trial was launched without a verdict, or without a check of one of its budgets
@@ -36,7 +33,6 @@ import sys
 import threading
 import warnings
 from types import FrameType
-from typing import TextIO
 
 
 class PerfGuardError(Exception):
@@ -45,10 +41,6 @@ class PerfGuardError(Exception):
 
 class ConfigurationError(PerfGuardError, ValueError):
     """An argument that cannot be right. The message has the expected values and a remedy."""
-
-
-class UnknownDeviceError(ConfigurationError):
-    """A device name that is neither in the catalog nor "auto" nor "cpu"."""
 
 
 class WorkloadError(PerfGuardError):
@@ -119,15 +111,7 @@ class UnguardedTrialError(PerfGuardError, RuntimeError):
 
 
 class LogError(PerfGuardError):
-    """The measurement log cannot be used."""
-
-
-class LogCorruptError(LogError):
-    """The file is not a measurement log, or it is damaged."""
-
-
-class LogVersionError(LogError):
-    """The log was written by another version of PerfGuard; it is left untouched."""
+    """The measurement log cannot be used: it is damaged, of another version of PerfGuard, or cannot be reached."""
 
 
 class PerfGuardWarning(UserWarning):
@@ -197,44 +181,24 @@ def warn_user(message: str, category: type[Warning]) -> None:
     )
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to what is standard error now: notebooks and tests replace it."""
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        pass  # StreamHandler sets what was standard error when it was made
-
-
-_logged_topics: set[str] = set()
-_lock = threading.Lock()
+_said: set[str] = set()
 
 
 def log_once(topic: str, message: str) -> None:
-    """Log ``message`` as INFO through the logger "perfguard", unless this process has logged a message on ``topic`` before.
+    """Say ``message`` on standard error, unless this process has said something on ``topic`` before.
 
-    A handler or a level that the user gave the logger stays. If the environment variable PERFGUARD_QUIET is not empty, nothing is
-    logged.
+    Where the logger "perfguard" has a handler, it goes there, as INFO. If the logger has a higher level, or the environment
+    variable PERFGUARD_QUIET is not empty, nothing is said.
     """
-    if os.environ.get("PERFGUARD_QUIET"):
-        return
     logger = logging.getLogger("perfguard")
-    with _lock:
-        if topic in _logged_topics:
-            return
-        _logged_topics.add(topic)
-        # Python shows no INFO by default, so the logger has a level and a handler of its own, as Optuna's has.
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
-        if not logger.handlers:
-            handler = _StandardError()
-            handler.setFormatter(logging.Formatter("[PerfGuard] %(message)s"))
-            logger.addHandler(handler)
-            logger.propagate = False
-    logger.info(message)
+    if topic in _said or os.environ.get("PERFGUARD_QUIET") or logger.level > logging.INFO:
+        return
+    _said.add(topic)
+    if logger.handlers:
+        logger.setLevel(logger.level or logging.INFO)  # Python shows no INFO by default
+        logger.info(message)
+    else:
+        print(f"[PerfGuard] {message}", file=sys.stderr)
 
 
 def why_not_imported(error: ImportError, package: str, if_missing: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from perfguard.exceptions import (
     log_once,
     warn_user,
 )
-from perfguard.learning import Assessment, FineTuneProcess, Learner
+from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused, too_large_named
@@ -41,6 +41,8 @@ from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdi
 from perfguard.workload import AnyWorkload, CapturedTrial, Workload
 
 if TYPE_CHECKING:
+    import subprocess
+
     from torch import nn
     from typing_extensions import TypedDict
 
@@ -154,6 +156,7 @@ class Guard:
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import TraceCache
+        from perfguard.log import MeasurementStore
 
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
@@ -178,7 +181,7 @@ class Guard:
         )
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
-        self.log = _open_log(log)
+        self.log = log if isinstance(log, MeasurementStore) else MeasurementStore(":memory:" if log is False else log)
         self.num_launched = 0
         """Trials that were launched with a verdict."""
         self._expected_violations = 0.0
@@ -193,7 +196,10 @@ class Guard:
         """The study that the predictor was conditioned for, see :func:`perfguard.learning.assess`."""
         is_wanted = self.device.kind == "cuda" if refine is None else refine
         can_refine = isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None
-        self._fine_tuning = FineTuneProcess(str(self.log.url), str(predictor)) if is_wanted and can_refine else None
+        self._tuned = str(predictor) if is_wanted and can_refine else ""
+        """Name of the predictor whose weights are fine-tuned. Empty: they are not."""
+        self._num_runs = 0
+        self._tuning: subprocess.Popen[bytes] | None = None
         self._learn_from_log("")
         self._announce_log()
 
@@ -341,7 +347,8 @@ class Guard:
             WorkloadError: if the workload cannot be traced.
         """
         with self._lock:
-            self._condition_for(study)
+            if study != self._study:
+                self._learn_from_log(study)
             return self._settle(self._judge(workload, threshold=threshold), workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
@@ -513,7 +520,8 @@ class Guard:
                     graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
                 if workload is not None:
-                    self._condition_for(study)
+                    if study != self._study:  # another study's far readings are believed under other conditions
+                        self._learn_from_log(study)
                     verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
                     unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
                     verdict, workload = self._settle(verdict, workload, ran_out)
@@ -549,13 +557,11 @@ class Guard:
         trial_id: str | None = None,
     ) -> Decision:
         """Write a verdict into the log. The arguments are those of :meth:`decide`. A graph of None is unknown."""
-        try:
+        decision_id = ""
+        with self._going_on(LogWarning, "log a verdict"):  # the log keeps what it cannot deliver; this is worse
             decision_id = self.log.record_decision(
                 verdict, graph=graph, device=self.device, study=study, trial=trial, params=params or {}, trial_id=trial_id
             )
-        except Exception as error:  # the log keeps what it cannot deliver; this is worse
-            self.warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
-            decision_id = ""
         return Decision(decision_id, verdict, steps, study)
 
     def breaks_time_budget(self, decision: Decision, run: Running, *, time_left_s: float | None = None) -> str | None:
@@ -602,17 +608,15 @@ class Guard:
             "or describe the step: build=...",
             about="real step",
         )
-        try:
+        with self._going_on(LogWarning, "log a real step"):
             captured, graph = real_step.captured, real_step.graph
             self._real_steps[captured.graph.content_hash] = graph
             with self._lock:
                 verdict = self._judge(captured, graph)
             verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {real_step.difference}")
             self.log.correct(decision.id, verdict, graph)
-        except Exception as error:
-            self.warn_once(LogWarning, f"PerfGuard could not log a real step (shown once): {type(error).__name__}: {error}")
-            return decision
-        return replace(decision, verdict=verdict)
+            decision = replace(decision, verdict=verdict)
+        return decision
 
     def learn(self, decision: Decision, measurement: Measurement, *, real_step: RealStep | None = None) -> None:
         """Log what a launched trial cost, and condition the predictor on all runs that the log holds for this device.
@@ -643,21 +647,18 @@ class Guard:
             measurement = replace(measurement, peak_memory_bytes=None)
         if not decision.id:
             return
-        try:
+        with self._going_on(LogWarning, "log a measurement"):
             self.log.record_measurement(decision.id, measurement)
-        except Exception as error:
-            self.warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
         if elsewhere:
             return
         before = self._assessment
         self._learn_from_log(decision.study)
         if before.observations:  # else what the log held before is no news
             self._warn_about_changes(before, self._assessment)
-        try:
-            if self._fine_tuning is not None:
-                self._fine_tuning.wake()
-        except OSError as error:  # no memory for another process, or no interpreter to start it with
-            self.warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
+        self._num_runs += 1
+        if self._tuned and self._num_runs % 25 == 0 and (self._tuning is None or self._tuning.poll() is not None):
+            with self._going_on(LogWarning, "start its learner"):  # there may be no memory for another process
+                self._tuning = start_tuning(str(self.log.url), self._tuned)
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -669,22 +670,16 @@ class Guard:
             return f"this process has no {self.device.name}; the trial ran on {measurement.device_name}"
         return f"the trial did not use {self.device.name}; it ran on {measurement.device_name}"
 
-    def _condition_for(self, study: str) -> None:
-        """Condition the predictor for ``study``: another study's far readings are believed under other conditions."""
-        if study != self._study:
-            self._learn_from_log(study)
-
     def _learn_from_log(self, study: str) -> None:
-        try:
-            with self._lock:
-                found = self._learner.update(self.device, study=study)
-                if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
-                    self._assessment, self._study = found, study
-        except Exception as error:
-            self.warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
+        with self._going_on(UnguardedTrialWarning, "learn from its log"), self._lock:
+            found = self._learner.update(self.device, study=study)
+            if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
+                self._assessment, self._study = found, study
 
     def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
         """Warn of what the runs since ``before`` have shown."""
+        if not (after.changes or after.misfits or after.doubts):
+            return
         known = {run.decision_id for run in before.observations}
         for run, change in after.changes:
             if run.decision_id not in known:
@@ -710,6 +705,14 @@ class Guard:
                 )
                 self.warn_once(MeasurementWarning, message)
 
+    @contextmanager
+    def _going_on(self, category: type[Warning], doing: str) -> Iterator[None]:
+        """Let no failure of the block reach the study: one warning has the reason."""
+        try:
+            yield
+        except Exception as error:
+            self.warn_once(category, f"PerfGuard could not {doing} (shown once): {type(error).__name__}: {error}")
+
     def warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:
         """Warn, unless the guard has warned in this ``category`` ``about`` this before."""
         if (category, about) not in self._warned:
@@ -717,7 +720,7 @@ class Guard:
             warn_user(message, category)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces", "_tuning")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from perfguard.graph import TraceCache
@@ -725,6 +728,7 @@ class Guard:
         self.__dict__.update(state)
         self._lock = threading.RLock()
         self._traces = TraceCache()
+        self._tuning = None
 
 
 def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Workload:
@@ -740,16 +744,6 @@ def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) 
     if inputs is None:
         raise ConfigurationError(f"Give a Workload, or a model and an example batch, but got only {type(model).__name__}.")
     return Workload(model, inputs=inputs, **fields)
-
-
-def _open_log(log: str | MeasurementStore | Literal[False] | None) -> MeasurementStore:
-    from perfguard.log import MeasurementStore
-
-    if isinstance(log, MeasurementStore):
-        return log
-    if log is False:
-        return MeasurementStore(":memory:")
-    return MeasurementStore.default() if log is None else MeasurementStore(log)
 
 
 __all__ = ["DEFAULT_RISK", "Action", "Decision", "Guard", "OnViolation", "Verdict", "as_workload"]

@@ -25,10 +25,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
-from perfguard.measure import NOT_A_NUMBER
 from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
@@ -98,7 +97,7 @@ def assess(observations: Sequence[Observation], *, study: str = "", predictor: s
     for target in TARGETS:
         impossible = {i: reason for i, run in enumerate(observations) if (reason := why_impossible(run, target)) is not None}
         # On a CPU an honest run that reuses memory reads too little, too, so its neighbours are believed.
-        beside = _beside_impossible(observations, impossible) if target == "time" else {}
+        beside = _beside_impossible(observations, impossible) if target == "time" and impossible else {}
         refused[target] = impossible | beside | far_readings(observations, target, {*impossible, *beside}, study=study)
         judged = [
             i
@@ -173,9 +172,8 @@ def why_impossible(run: Observation, target: Target) -> str | None:
     if target == "time" and measurement.status != "ok":
         return None
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
-    if read is None:  # the log writes NaN and infinity into the note, because SQLite has no NaN
-        strange = (NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf"))
-        return next((words for words in strange if target == "time" and words in measurement.note), None)
+    if read is None:
+        return None
     value = run.measured(target)
     if value is None:
         return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"
@@ -243,12 +241,12 @@ def far_readings(observations: Sequence[Observation], target: Target, excluded: 
         if launched_by == CALIBRATION:
             continue
         own = [i for i in indices if i in residuals]
-        median_steps = statistics.median(observations[i].measurement.num_steps for i in indices)
         for position, i in enumerate(own):
             run = observations[i]
             if abs(residuals[i]) <= max(math.log(5.0), 8.0 * run.predicted[target].log_sigma):
                 continue  # within a factor of five, or within eight standard deviations
             held_back.add(i)
+            median_steps = statistics.median(observations[j].measurement.num_steps for j in indices)
             if target == "time" and run.measurement.num_steps < 0.1 * median_steps:
                 continue  # cut short, by a NaN or a suspended machine: its steps are mostly warm-up, and agree with no other
             far.add(i)
@@ -411,10 +409,11 @@ def tune_weights(
     *,
     predictor: str | Callable[[], Predictor] = DEFAULT_PREDICTOR,
     min_new: int = 20,
-    max_rows: int = 1000,
     seed: int = 0,
 ) -> Generation | None:
     """Fine-tune a predictor's weights on a log, and promote them there if they are better. None: there is too little that is new.
+
+    The newest 1,000 runs are learnt, of all devices alike.
 
     Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others, by a hash of their
     key, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On the newest runs
@@ -425,22 +424,19 @@ def tune_weights(
         log: the log to learn from and to promote in.
         predictor: the name of a predictor, or a function that makes one. It must be :class:`perfguard.predictor.Refinable`.
         min_new: how many runs must be new since the last promotion or rollback.
-        max_rows: the most runs to learn from, the newest ones of all devices alike.
         seed: seed of the training.
 
     Raises:
         ConfigurationError: if the predictor cannot be fine-tuned.
         LogError: if the log cannot be used now. Nothing is promoted then.
     """
-    if min_new < 1 or max_rows < 1:
-        raise ConfigurationError(f"min_new and max_rows must be at least 1, but got {min_new} and {max_rows}.")
     make = partial(load_predictor, predictor) if isinstance(predictor, str) else predictor
     in_use, candidate = make(), make()
     if not isinstance(in_use, Refinable) or not isinstance(candidate, Refinable):
         raise ConfigurationError(f"The predictor {predictor!r} cannot be fine-tuned; {DEFAULT_PREDICTOR!r} can.")
     since_ns = max((int(known.state_changed_at.timestamp() * 1e9) for known in log.weights(in_use.lineage)), default=0)
     device_ids = log.device_ids()
-    share = max(1, max_rows // max(1, len(device_ids)))
+    share = max(1, 1000 // max(1, len(device_ids)))
     by_device = [assess(log.observations(device_id, share), predictor=in_use.lineage).observations for device_id in device_ids]
     if sum(run.recorded_at_ns > since_ns for runs in by_device for run in runs) < min_new:
         return None
@@ -509,26 +505,9 @@ def _is_better(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequen
     return statistics.fmean(gains) > max(0.02 * statistics.fmean(old), chance)
 
 
-class FineTuneProcess:
-    """Runs `perfguard learn` beside this process once in ``every`` runs: of low priority, on one core, without the GPU."""
-
-    def __init__(self, url: str, predictor: str, *, every: int = 25) -> None:
-        self._url = url
-        self._predictor = predictor
-        self._every = every
-        self._num_new = 0
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def wake(self) -> None:
-        """Start an update after a new run, if there are enough runs and no update is running. It never waits."""
-        self._num_new += 1
-        if self._num_new < self._every or (self._child is not None and self._child.poll() is None):
-            return
-        self._num_new = 0
-        quiet = subprocess.DEVNULL
-        command = [sys.executable, "-m", "perfguard.cli", "learn", "--predictor", self._predictor]
-        environment = os.environ | {"PERFGUARD_LOG": self._url, "CUDA_VISIBLE_DEVICES": ""}
-        self._child = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_child": None}
+def start_tuning(url: str, predictor: str) -> subprocess.Popen[bytes]:
+    """Start `perfguard learn` beside this process, and return it at once: of low priority, on one core, without the GPU."""
+    command = [sys.executable, "-m", "perfguard.cli", "learn", "--predictor", predictor]
+    environment = os.environ | {"PERFGUARD_LOG": url, "CUDA_VISIBLE_DEVICES": ""}
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)

@@ -14,10 +14,9 @@ import threading
 import time
 import uuid
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -138,18 +137,17 @@ class MeasurementStore:
 
     Args:
         location: path of an SQLite file, ":memory:", or a SQLAlchemy URL of SQLite or PostgreSQL. A missing file is made, with
-            its directory.
+            its directory. None: :func:`default_location`.
         busy_timeout_s: how long a call waits for another process's lock, or for the server.
 
     Raises:
-        LogCorruptError: the file is damaged or is no measurement log. It stays as it is.
-        LogVersionError: another version of PerfGuard wrote the log. It stays as it is.
-        LogError: the file cannot be opened or made.
+        LogError: the file is damaged, is no measurement log, is of another version of PerfGuard, or cannot be opened or made. A
+            file that is there stays as it is.
         ConfigurationError: a URL that cannot be used.
     """
 
-    def __init__(self, location: str | os.PathLike[str], *, busy_timeout_s: float = 2.0) -> None:
-        self._set_up(parse_url(os.fspath(location)), busy_timeout_s)
+    def __init__(self, location: str | os.PathLike[str] | None = None, *, busy_timeout_s: float = 2.0) -> None:
+        self._set_up(parse_url(default_location() if location is None else os.fspath(location)), busy_timeout_s)
         with self._lock:
             try:
                 self._database.open()
@@ -164,14 +162,10 @@ class MeasurementStore:
         self._rows: list[Row] = []  # rows that neither the database nor the disk could take yet
         self._warned: set[type[Exception]] = set()
         self._last_ns = 0
-        self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
+        # A predictor recognises graphs that it has seen by identity, so those that somebody still holds are found again.
+        self._graphs: weakref.WeakValueDictionary[str, OpGraph] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, leave, self._rows, self._database)
         _stores.add(self)
-
-    @classmethod
-    def default(cls) -> MeasurementStore:
-        """The log at :func:`default_location`."""
-        return cls(default_location())
 
     def record_decision(
         self,
@@ -204,7 +198,7 @@ class MeasurementStore:
             if graph is not None:
                 rows.append(tables.graph_row(graph))
                 values["graph_hash"] = graph.content_hash
-                self._remember(graph)
+                self._graphs[graph.content_hash] = graph
             if device is not None:
                 rows.append(tables.device_row(device))
                 values["device_hash"] = rows[-1].values["content_hash"]
@@ -309,36 +303,19 @@ class MeasurementStore:
         with self._opened() as database, database.transaction() as connection:
             return connection.execute(sql.update(MeasurementRow).where(condition, chosen).values(set_aside=set_aside)).rowcount
 
-    def prune(self, selection: Selection | None = None, *, keep_newest: int | None = None) -> int:
-        """Remove decisions with their measurements, the oldest first, and the graphs and devices that nothing refers to any more.
+    def prune(self, selection: Selection) -> int:
+        """Remove the selected decisions with their measurements, and the graphs and devices that nothing refers to any more.
 
-        SQLite reuses the space, but the file does not shrink. Weights stay.
-
-        Args:
-            selection: which decisions. None: all. Without ``keep_newest`` all selected decisions are removed.
-            keep_newest: the largest number of selected decisions that may stay. The oldest ones above that number are removed,
-                and all those before ``selection.before``. None: no limit on the number.
-
-        Returns:
-            How many decisions were removed.
+        Return how many decisions were removed. SQLite reuses the space, but the file does not shrink. Weights stay.
         """
-        selection = selection or Selection()
-        if selection.is_everything and keep_newest is None:
-            raise ConfigurationError("Say what to remove: a selection, keep_newest, or both.")
-        if keep_newest is not None and keep_newest < 0:
-            raise ConfigurationError(f"keep_newest must be at least 0 or None, but got {keep_newest!r}.")
-        of_any_age = selection if keep_newest is None else replace(selection, before=None)
-        created = DecisionRow.created_at_ns
-        with self._opened() as database, database.engine.connect() as connection:
-            ids = connection.execute(of_any_age.query(DecisionRow.decision_id, created).order_by(created.desc())).all()
-        if keep_newest is not None:
-            cutoff_ns = 0 if selection.before is None else tables.as_ns(selection.before)
-            ids = [row for index, row in enumerate(ids) if index >= keep_newest or row.created_at_ns < cutoff_ns]
+        if selection.is_everything:
+            raise ConfigurationError("Say what to remove: a study, a device, a host, a status, a verdict or a time.")
         with self._opened() as database, database.transaction() as connection:
+            ids = connection.execute(selection.query(DecisionRow.decision_id)).scalars().all()
             for row in (MeasurementRow, DecisionRow) if ids else ():
                 # One statement for each id: a list of them may be longer than the database takes variables.
                 of_id = sql.delete(row).where(row.decision_id == sql.bindparam("id"))
-                connection.execute(of_id, [{"id": decision_id} for decision_id, _ in ids])
+                connection.execute(of_id, [{"id": decision_id} for decision_id in ids])
             for stored, reference in ((GraphRow, DecisionRow.graph_hash), (DeviceRow, DecisionRow.device_hash)):
                 used = sql.select(reference).where(reference.is_not(None))
                 connection.execute(sql.delete(stored).where(stored.content_hash.not_in(used)))
@@ -347,13 +324,13 @@ class MeasurementStore:
     def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
         """Write one table with a row for each selected decision (None: all), and return how many there are.
 
-        Columns of the measurement begin with "measured_". ``path`` ends in ".csv".
+        Columns of the measurement begin with "measured_". ``path`` ends in ".csv", or in ".parquet", which needs pyarrow.
         """
         import pandas
 
         path = Path(path)
-        if path.suffix != ".csv":
-            raise ConfigurationError(f"The file of an export must end in .csv, but got {str(path)!r}.")
+        if path.suffix not in (".csv", ".parquet"):
+            raise ConfigurationError(f"The file of an export must end in .csv or .parquet, but got {str(path)!r}.")
         decided = [column for column in DecisionRow.__table__.columns if not column.name.endswith("_hash")]
         measured = [
             column.label(f"measured_{column.name}") for column in MeasurementRow.__table__.columns if column.name != "decision_id"
@@ -364,8 +341,11 @@ class MeasurementStore:
         table.insert(0, "created_at", pandas.to_datetime(table["created_at_ns"], unit="ns", utc=True))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            table.to_csv(path, index=False)
-        except OSError as error:
+            if path.suffix == ".csv":
+                table.to_csv(path, index=False)
+            else:
+                table.to_parquet(path, index=False)
+        except (OSError, ImportError) as error:
             raise LogError(f"The log cannot be exported to {path}: {error}.") from error
         return len(table)
 
@@ -523,8 +503,10 @@ class MeasurementStore:
                 raise LogError(f"The measurement log {self.location} cannot be used now: {reason_of(error)}.") from error
 
     def _failed(self, error: Exception, begun_s: float) -> None:
+        """Pause ten times as long as the attempt took, so that a trial waits a tenth of the time at most."""
+        waited_s = time.monotonic() - begun_s
         self._database.is_open = False
-        self._database.pause_after(time.monotonic() - begun_s)
+        self._database.retry_at_s = time.monotonic() + 10 * waited_s if waited_s > 0.2 else 0.0
         self._warn(error)
 
     def _warn(self, error: Exception) -> None:
@@ -547,7 +529,7 @@ class MeasurementStore:
         """The graphs with those hashes. One that is damaged is left out, with a warning."""
         from perfguard.graph import OpGraph
 
-        found = {content_hash: self._graphs[content_hash] for content_hash in hashes if content_hash in self._graphs}
+        found = {content_hash: graph for content_hash in hashes if (graph := self._graphs.get(content_hash)) is not None}
         missing = hashes - found.keys()
         wanted = sql.select(GraphRow.content_hash, GraphRow.data).where(GraphRow.content_hash.in_(missing))
         for row in self._read(wanted) if missing else ():
@@ -555,16 +537,8 @@ class MeasurementStore:
                 found[row.content_hash] = OpGraph.from_bytes(row.data)
             except _DAMAGED as error:
                 self._warn(error)
-        for graph in found.values():
-            self._remember(graph)
+        self._graphs.update(found)
         return found
-
-    def _remember(self, graph: OpGraph) -> None:
-        """Keep the graph object itself: a predictor recognises graphs that it has seen by identity."""
-        self._graphs[graph.content_hash] = graph
-        self._graphs.move_to_end(graph.content_hash)
-        if len(self._graphs) > 512:  # somewhat more than one call of observations() takes
-            self._graphs.popitem(last=False)
 
 
 def _in_use(predictor: str, *columns: Any) -> sql.Select[Any]:

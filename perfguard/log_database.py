@@ -25,7 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
-from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, warn_user
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, warn_user
 from perfguard.log_tables import LOG_FORMAT, Base, GraphRow, MetaRow, Row
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
@@ -47,16 +47,12 @@ class Database:
         self._beside = self.file or data_directory() / f"log-{sha256(self.name.encode()).hexdigest()[:12]}"
         self._is_write_ahead = False
         self._seen: tuple[int, ...] | None = None
-        self._retry_at_s = 0.0
+        self.retry_at_s = 0.0
 
     @property
     def is_away(self) -> bool:
         """Whether the database was away a moment ago, so that it is not tried again yet."""
-        return time.monotonic() < self._retry_at_s
-
-    def pause_after(self, waited_s: float) -> None:
-        """Pause after an attempt in vain: ten times as long as it took, so that a trial waits a tenth of the time at most."""
-        self._retry_at_s = time.monotonic() + 10 * waited_s if waited_s > 0.2 else 0.0
+        return time.monotonic() < self.retry_at_s
 
     def _look(self) -> tuple[int, ...] | None:
         """What tells that the file is another one, or was overwritten. None: there is no file.
@@ -134,11 +130,11 @@ class Database:
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
             is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
-            raise LogVersionError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
+            raise LogError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
         return found
 
-    def _corrupt(self, reason: str) -> LogCorruptError:
-        return LogCorruptError(
+    def _corrupt(self, reason: str) -> LogError:
+        return LogError(
             f"{self.name} is no measurement log, or is damaged ({reason}); it is left as it is. "
             "Move it away, or give another path."
         )
@@ -302,15 +298,11 @@ def _make_engine(url: sql.URL, busy_timeout_s: float) -> sql.Engine:
             f"The measurement log's URL needs a driver for {url.drivername!r} ({error}): pip install 'perfguard[postgres]'."
         ) from error
     if url.get_backend_name() == "sqlite":
-        sql.event.listen(engine, "connect", _set_up_sqlite)
+        # Ids are random, so in a long log each row lands on other pages of the indices. They must not be read, and moved into the
+        # main file, one by one: so the cache has 64 MiB, and a checkpoint takes 8,000 pages.
+        pragmas = "PRAGMA cache_size=-65536; PRAGMA wal_autocheckpoint=8000"
+        sql.event.listen(engine, "connect", lambda connection, _: connection.executescript(pragmas))
     return engine
-
-
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # Ids are random, so in a long log each row lands on other pages of the indices. They must not be read, and moved into the
-    # main file, one by one.
-    connection.execute(f"PRAGMA cache_size=-{64 * 1024}")  # KiB
-    connection.execute("PRAGMA wal_autocheckpoint=8000")  # pages
 
 
 def _missing_columns(connection: sql.Connection) -> Iterator[tuple[str, sql.Column[Any]]]:

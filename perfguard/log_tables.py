@@ -26,7 +26,7 @@ from sqlalchemy import BigInteger, Double, Index, LargeBinary, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
-from perfguard.measure import NOT_A_NUMBER, Measurement
+from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Target
 from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, verdict_from
 
@@ -174,12 +174,8 @@ def decision_row(verdict: Verdict, params: Mapping[str, Any], **values: Any) -> 
 
 
 def measurement_row(measurement: Measurement, **values: Any) -> Row:
-    """Return the row of a measurement. NaN and infinity go into the note, in words, because SQLite stores them as NULL."""
-    values |= asdict(measurement)
-    strange = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-    notes = [measurement.note, *(NOT_A_NUMBER.format(name, value) for name, value in strange.items())]
-    values |= dict.fromkeys(strange) | {"note": "; ".join(filter(None, notes))}
-    return Row("measurements", {name: _plain(value) for name, value in values.items()})
+    """Return the row of a measurement."""
+    return Row("measurements", {name: _plain(value) for name, value in (values | asdict(measurement)).items()})
 
 
 WHOLE_TRIAL = 0.5
@@ -295,11 +291,11 @@ def as_json(params: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> int | float | str | None:
-    """``value`` as every driver takes it: no numpy scalars, no lone surrogates, no NUL, no integer of more than 64 bits."""
+    """``value`` as every driver takes it: no numpy scalars, no lone surrogates, no NUL, no NaN, no integer of over 64 bits."""
     if value is None:
         return None
     if isinstance(value, Integral):
         return int(value) if -(2**63) <= int(value) < 2**63 else None
     if isinstance(value, Real):
-        return float(value)
+        return float(value) if math.isfinite(value) else None
     return str(value).encode("utf-8", "replace").decode().replace("\0", "?")

@@ -165,7 +165,7 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
 
     The time of launched trials is measured, or taken from the tuner's clock. The time of pruned trials is predicted: what each
     would have taken to its end; a trial that fails in its first step would have taken none. There is one layer for each limit
-    that pruned. Where no trial time is predicted, trials are counted instead.
+    that pruned.
 
     Raises:
         ConfigurationError: without Plotly.
@@ -174,11 +174,12 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
     if all(record.verdict is None for record in records):
         return _empty(title, _why_nothing(records, None))
     pruned = [record for record in records if record.is_pruned]
-    in_time = not pruned or any("time" in record.predicted for record in pruned)
-    costs = [_cost(record) if in_time else 1.0 for record in records]
-    total_s = sum(costs)
-    unit, size = _unit_of("time", [total_s / 2]) if in_time and total_s else ("", 1.0)
-    figure = _figure(title, _savings_in_words(records, in_time=in_time))
+    if pruned and not any("time" in record.predicted for record in pruned):
+        words = f"{len(pruned)} of {len(records)} trials were pruned before launch."
+        return _empty(title, f"{words} How long they would have taken is not known. Give Workload(steps=...).")
+    costs = list(map(_cost, records))
+    unit, size = _unit_of("time", [sum(costs) / 2])
+    figure = _figure(title, _savings_in_words(records))
     numbers = list(range(len(records) + 1))  # the last step of the staircase has a width, too
     for layer, (label, color) in _LAYERS.items():
         members = [_layer_of(record) == layer for record in records]
@@ -187,7 +188,7 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
         heights = list(accumulate(cost / size if inside else 0.0 for cost, inside in zip(costs, members, strict=True)))
         is_predicted = layer not in ("launched", "over")
         seconds = sum(cost for cost, inside in zip(costs, members, strict=True) if inside)
-        amount = f", {format_seconds(seconds)}{' predicted' if is_predicted else ''}" if in_time else ""
+        amount = f", {format_seconds(seconds)}{' predicted' if is_predicted else ''}"
         figure.add_scatter(
             x=numbers,
             y=[*heights, heights[-1]],
@@ -211,7 +212,7 @@ def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
         showlegend=False,
     )
     figure.update_xaxes(title="trial", tickformat="d")
-    figure.update_yaxes(title=f"cumulative compute time ({unit})" if in_time else "trials", rangemode="tozero")
+    figure.update_yaxes(title=f"cumulative compute time ({unit})", rangemode="tozero")
     figure.update_layout(legend={"traceorder": "reversed"})
     return figure
 
@@ -238,12 +239,12 @@ def _cost(record: TrialRecord) -> float:
     return seconds if seconds is not None and math.isfinite(seconds) else 0.0
 
 
-def _savings_in_words(records: Sequence[TrialRecord], *, in_time: bool) -> str:
+def _savings_in_words(records: Sequence[TrialRecord]) -> str:
     pruned = [record for record in records if record.is_pruned]
     words = f"{len(pruned)} of {len(records)} trials pruned before launch"
     estimates = [record.predicted["time"] for record in pruned if record.saved_s is not None]
-    if not in_time or not estimates:
-        return words + ("" if in_time else ". With Workload(steps=...) this picture shows the time saved")
+    if not estimates:
+        return words
     about = format_seconds(sum(estimate.median for estimate in estimates))
     ends = [format_seconds(sum(estimate.interval()[side] for estimate in estimates)) for side in (0, 1)]
     return f"{words}, about {about} saved ({' to '.join(ends)}, if all predictions err to one side)"

@@ -41,6 +41,7 @@ def column(quantity: Quantity, number: str) -> str:
     return f"{quantity}_{number}_{_UNITS.get(quantity, 's')}"
 
 
+_COLUMNS = {quantity: tuple(column(quantity, number) for number in _NUMBERS) for quantity in QUANTITIES}
 _TEXTS = ("source", "phase", "bound", "remark", "unjudged")
 """The texts of a verdict, which have the names of its fields."""
 VERDICT_COLUMNS: Mapping[str, type] = {
@@ -49,7 +50,7 @@ VERDICT_COLUMNS: Mapping[str, type] = {
     # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
     "memory_widening": float,
     "step_time_widening": float,
-    **{column(quantity, number): float for quantity in QUANTITIES for number in _NUMBERS},
+    **{name: float for names in _COLUMNS.values() for name in names},
 }
 """Every column of a verdict, with the type of its values."""
 
@@ -97,15 +98,14 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
 
 
 def _numbers_of(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
-    low, high = estimate.interval()
-    return {column(quantity, "predicted"): estimate.median, column(quantity, "low"): low, column(quantity, "high"): high}
+    return dict(zip(_COLUMNS[quantity], (estimate.median, *estimate.interval()), strict=False))  # the limit is no prediction
 
 
 def _numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tuple[Limit, ...]]:
     """What :func:`columns_of` wrote: estimates, whose standard deviations follow from the ends of intervals, and limits."""
     predicted, limits = {}, []
     for quantity in QUANTITIES:
-        median, low, high, limit = (columns.get(column(quantity, number)) for number in _NUMBERS)
+        median, low, high, limit = map(columns.get, _COLUMNS[quantity])
         if median is not None and low is not None and high is not None:
             predicted[quantity] = Estimate(median, math.log(high / low) / (2 * HALF_INTERVAL))
             if limit is not None:

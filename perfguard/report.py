@@ -1,7 +1,7 @@
 """The report of a guarded study: the summary, the pictures and a table of the trials, as one HTML file that needs no network.
 
-All that users name is escaped. A content security policy allows the page's own scripts by their hashes and nothing else, so a
-name that looks like a script would not run either.
+The page is `report.html`, in which Jinja escapes all that users name. A content security policy allows the page's own scripts by
+their hashes and nothing else, so a name that looks like a script would not run either.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from perfguard import __version__
 from perfguard.budget import NOUNS, Quantity
@@ -49,8 +47,6 @@ class Report:
     """The trials, in the order in which they were judged."""
     num_repeated: int = 0
     """Proposals that were pruned from memory and have no record."""
-    doubts: Mapping[str, str] | None = None
-    """By decision_id: why nothing is learnt from that trial's reading. None: no log was read."""
 
     @property
     def summary(self) -> Summary:
@@ -61,13 +57,7 @@ class Report:
 # --- Where a report comes from --------------------------------------------------------------------------------------------------
 
 
-def write_report(
-    source: Any,
-    path: str | os.PathLike[str],
-    *,
-    study: str | None = None,
-    log: str | os.PathLike[str] | Literal[False] | None = None,
-) -> Path:
+def write_report(source: Any, path: str | os.PathLike[str], *, study: str | None = None) -> Path:
     """Write the report of a guarded study or of a measurement log as one HTML file.
 
     Example:
@@ -76,14 +66,14 @@ def write_report(
         >>> write_report("log.db", "report.html")                                                   # doctest: +SKIP
 
     Args:
-        source, study, log: as for :func:`read_report`.
+        source, study: as for :func:`read_report`.
         path: the file to write, which is returned. Its folder is made if it is not there.
 
     Raises:
         ConfigurationError: for a source that cannot be read, a file that cannot be written, or without Plotly.
         LogError: for a log that cannot be used.
     """
-    page = page_of(read_report(source, study=study, log=log))
+    page = page_of(read_report(source, study=study))
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,15 +83,13 @@ def write_report(
     return file
 
 
-def read_report(source: Any, *, study: str | None = None, log: str | os.PathLike[str] | Literal[False] | None = None) -> Report:
+def read_report(source: Any, *, study: str | None = None) -> Report:
     """Read the report of a guarded study or of a measurement log.
 
     Args:
         source: an Optuna study, the URL or the file of its storage, the search of a Ray Tune run, a MeasurementStore, or the
             file or URL of a measurement log.
         study: the study's name, where ``source`` has several. A log is reported as a whole without it.
-        log: the measurement log of a study, for readings that are not believed. None: the default log, if it is there. False:
-            none.
 
     Raises:
         ConfigurationError: for a source that cannot be read.
@@ -128,8 +116,7 @@ def read_report(source: Any, *, study: str | None = None, log: str | os.PathLike
             continue
         report = reader(source, study)
         if report is not None:
-            with _log_of_study(log) as store_or_none:
-                return report if store_or_none is None else replace(report, doubts=_doubts_in(store_or_none, report.records))
+            return report
     what = "The database" if isinstance(source, str) and "://" in source else repr(source)  # a URL may have a password
     raise ConfigurationError(
         f"{what} is neither a measurement log nor a study that an installed integration can read. "
@@ -148,39 +135,7 @@ def _report_of_log(log: MeasurementStore, study: str | None) -> Report:
         title=studies[0] if len(studies) == 1 else f"{len(studies)} studies",
         source=f"measurement log {log.location}",
         records=records,
-        doubts=_doubts_in(log, records),
     )
-
-
-def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping[str, str]:
-    """Why nothing is learnt from some readings on the devices of ``records``, as ``log`` has them, by decision_id."""
-    from perfguard.learning import doubts_of
-
-    studies = {record.study for record in records}
-    logged = [record for study in studies for record in log.records(study)]
-    doubts = {record.decision_id: record.set_aside for record in logged if record.set_aside}
-    for device_id in sorted({record.device_id for record in logged if record.device_id and record.status}):
-        for doubt in doubts_of(log.observations(device_id)):
-            doubts.setdefault(doubt.observation.decision_id, doubt.reason)
-    return doubts
-
-
-def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> AbstractContextManager[MeasurementStore | None]:
-    """The log that was named; else the default one, if it is there and can be used."""
-    from perfguard.log import MeasurementStore, default_location
-
-    location = os.fspath(log) if log else default_location()
-    is_missing = "://" not in location and not Path(location).is_file()
-    if log is False or (log is None and is_missing):
-        return nullcontext()
-    if is_missing:
-        raise LogError(f"There is no measurement log at {location}.")
-    try:
-        return MeasurementStore(location)
-    except LogError:
-        if log is not None:
-            raise
-        return nullcontext()
 
 
 def tables_in(location: str) -> set[str]:
@@ -221,15 +176,19 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         ConfigurationError: if Plotly is not installed.
     """
     graph_objects()
+    from jinja2 import Environment
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
-    shown = report.records[-max_rows:]
-    hidden = len(report.records) - len(shown)
+    shown, summary = report.records[-max_rows:], report.summary
     known = {quantity for record in shown for quantity in record.predicted}
     # The time by which most trials can be compared: of the whole trial, else of a step.
     times: tuple[Quantity, ...] = ("time", "step_time", "epoch_time", "latency")
     compared = [quantity for quantity in ("memory", next((time for time in times if time in known), "time")) if quantity in known]
+    limited = {quantity for record in shown for quantity in record.limits}
+    quantities = [quantity for quantity in QUANTITIES if quantity in limited or quantity in compared]
+    several = len({record.study for record in shown}) > 1
+    pairs = [f"{NOUNS[quantity].capitalize()}, {number}" for quantity in quantities for number in ("predicted", "measured")]
     look: Any = {
         "full_html": False,
         "include_plotlyjs": False,
@@ -238,111 +197,54 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         "config": {"responsive": True, "displayModeBar": False},
     }
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
-    plots = "".join(f'<div class="plot">{to_html(picture, **look)}</div>' for picture in pictures)
-    note = f"<p>The latest {len(shown):,} trials are shown; {hidden:,} earlier ones are counted above.</p>" if hidden else ""
-    dots = "".join(f'tr[data-outcome="{name}"] {{ --dot: var(--{name}); }}' for name in OUTCOMES)
-    summary = report.summary
-    device = f"Guarded device: {summary.device}. " if summary.device else ""
-    about = f"{device}{len(report.records):,} trials, read from the {report.source}."
-    body = (
-        f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(about)}</p></header>"
-        f"<main><h2>What was saved</h2>{_counts(summary)}{plots}"
-        f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
-        f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
+    plots = [to_html(picture, **look) for picture in pictures]
+    plotly, script = get_plotlyjs(), _asset("report.js")
+    scripts = [plotly, script, *re.findall(r"<script[^>]*>(.*?)</script>", "".join(plots), flags=re.DOTALL)]
+    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
+    page = Environment(autoescape=True)
+    page.filters["cut"] = lambda text, longest=400: text if len(text) <= longest else f"{text[:longest]} …"
+    return page.from_string(_asset("report.html")).render(
+        report=report,
+        summary=summary,
+        figures={
+            "trials ran": f"{summary.num_launched:,}",
+            "pruned before launch": f"{summary.num_pruned:,}",
+            "broke a budget": f"{summary.num_violations:,} of {summary.num_measured:,} measured" if summary.num_measured else "-",
+            "time saved (predicted)": "-" if summary.saved_s is None else format_seconds(summary.saved_s),
+        },
+        plots=plots,
+        hidden=len(report.records) - len(shown),
+        heads=["Trial", *(["Study"] if several else []), "Outcome", "Reason", *pairs, "Hyperparameters"],
+        several=several,
+        rows=[_row(record, index, quantities) for index, record in enumerate(shown)],
+        outcomes=OUTCOMES,
+        counts=Counter(map(outcome_of, shown)),
+        css=_asset("report.css"),
+        plotly=plotly,
+        script=script,
+        digests=" ".join(f"'sha256-{digest}'" for digest in digests),
+        version=__version__,
     )
-    page = f"<script>{get_plotlyjs()}</script>{body}<script>{_asset('report.js')}</script>"
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, flags=re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    policy = (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{_text(report.title)}: PerfGuard report</title><style>{_asset('report.css')}{dots}</style></head>"
-        f"<body>{page}</body></html>\n"
-    )
 
 
-def _counts(summary: Summary) -> str:
-    violations = "-" if summary.num_violations is None else f"{summary.num_violations:,} of {summary.num_measured:,} measured"
-    figures = {
-        "trials ran": f"{summary.num_launched:,}",
-        "pruned before launch": f"{summary.num_pruned:,}",
-        "broke a budget": violations,
-        "time saved (predicted)": "-" if summary.saved_s is None else format_seconds(summary.saved_s),
-    }
-    tiles = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in figures.items())
-    rows = "".join(f'<tr><th scope="row">{_text(label)}</th><td>{_text(value)}</td></tr>' for label, value in summary.rows())
-    return f'<dl class="figures">{tiles}</dl><table id="summary"><tbody>{rows}</tbody></table>'
-
-
-def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Quantity]) -> str:
-    if not shown:
-        return "<p>No trial has finished yet.</p>"
-    several = len({record.study for record in shown}) > 1
-    limited = {quantity for record in shown for quantity in record.limits}
-    quantities = [quantity for quantity in QUANTITIES if quantity in limited or quantity in compared]
-    heads = ["Trial", *(["Study"] if several else []), "Outcome", "Reason"]
+def _row(record: TrialRecord, index: int, quantities: Sequence[Quantity]) -> dict[str, Any]:
+    """The cells of a trial."""
+    numbers = []
     for quantity in quantities:
-        heads += [f"{NOUNS[quantity].capitalize()}, predicted", f"{NOUNS[quantity].capitalize()}, measured"]
-    heads.append("Hyperparameters")
-    head = "".join(f'<th scope="col" aria-sort="none"><button type="button">{label}</button></th>' for label in heads)
-    counts = Counter(outcome_of(record) for record in shown)
-    options = "".join(
-        f'<option value="{name}">{look.words} ({counts[name]})</option>' for name, look in OUTCOMES.items() if counts[name]
-    )
-    rows = "".join(_row(record, index, quantities, report.doubts or {}, several=several) for index, record in enumerate(shown))
-    filters = (
-        '<form id="filters" class="controls" hidden><label for="outcome">Outcome<select id="outcome">'
-        f'<option value="">all</option>{options}</select></label>'
-        '<label for="words">Words to find<input id="words" type="search" autocomplete="off"></label>'
-        '<p role="status" id="shown" class="muted"></p></form>'
-    )
-    caption = "One row for each trial. Under a prediction: its 90% interval. The buttons in the header sort the rows."
-    return (
-        f'{filters}<div class="scroll" role="region" aria-label="Trials" tabindex="0"><table id="trials">'
-        f"<caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _row(
-    record: TrialRecord,
-    index: int,
-    quantities: Sequence[Quantity],
-    doubts: Mapping[str, str],
-    *,
-    several: bool,
-) -> str:
-    outcome = outcome_of(record)
-    number = index + 1 if record.number is None else record.number
-    doubt = doubts.get(record.decision_id, "")
-    reasons = [record.reason, "" if record.status in (None, "ok") else str(record.status), record.not_measured]
-    reasons.append(f"reading not believed: {doubt}" if doubt else "")
-    cells = [f'<th scope="row" class="number" data-value="{number}">{number}</th>']
-    cells += [f"<td>{_text(record.study)}</td>"] if several else []
-    cells += [
-        f'<td class="outcome">{OUTCOMES[outcome].words}</td>',
-        f'<td class="reason">{_text("; ".join(filter(None, reasons)))}</td>',
-    ]
-    for quantity in quantities:
-        estimate = record.predicted.get(quantity)
+        estimate, measured = record.predicted.get(quantity), record.measured.get(quantity)
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
-        cells.append(_number(quantity, None if estimate is None else estimate.median, interval))
-        cells.append(_number(quantity, record.measured.get(quantity)))
+        for value, small in ((None if estimate is None else estimate.median, interval), (measured, "")):
+            numbers.append(("", "–", "") if value is None else (repr(value), format_quantity(quantity, value), small))
+    reasons = record.reason, "" if record.status in (None, "ok") else str(record.status), record.not_measured
     values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in flat(record.params).items()}
-    params = ", ".join(f"{name}={value}" for name, value in values.items())
-    return f'<tr data-outcome="{outcome}">{"".join(cells)}<td class="params">{_text(params)}</td></tr>'
-
-
-def _number(quantity: Quantity, value: float | None, interval: str = "") -> str:
-    if value is None:
-        return '<td class="number" data-value="">–</td>'
-    small = f"<small>{interval}</small>" if interval else ""
-    return f'<td class="number" data-value="{value!r}">{format_quantity(quantity, value)}{small}</td>'
+    return {
+        "outcome": outcome_of(record),
+        "number": index + 1 if record.number is None else record.number,
+        "study": record.study,
+        "reason": "; ".join(filter(None, reasons)),
+        "numbers": numbers,
+        "params": ", ".join(f"{name}={value}" for name, value in values.items()),
+    }
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -352,11 +254,6 @@ def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{name}/") if nested else {f"{prefix}{name}": value}
     return found
-
-
-def _text(text: str, *, longest: int = 400) -> str:
-    """``text`` as HTML, cut where it is very long."""
-    return escape(text if len(text) <= longest else f"{text[:longest]} …")
 
 
 def _asset(name: str) -> str:

@@ -41,8 +41,6 @@ class FakeGpu:
     """This process, as the driver numbers it; another number in a container."""
     is_mig: bool = False
     energy_mj: int = 5_000_000
-    utilisation: int = 80
-    sm_mhz: int = 1400
     reasons: int = 0x1
     lost: bool = False
     capturing: bool = False
@@ -55,7 +53,6 @@ class FakeGpu:
     reserved: int = 0
     allocated_peak: int = 0
     reserved_peak: int = 0
-    retries: int = 0
     now_s: float = 0.0
     busy_until_s: float = 0.0
 
@@ -98,10 +95,6 @@ class FakeNvml:
     sessions: int = 0
     calls: list[str] = field(default_factory=list)
     NVMLError: type[Exception] = FakeNvmlError
-    NVML_CLOCK_SM: int = 1
-    NVML_ERROR_NOT_SUPPORTED: int = NOT_SUPPORTED
-    NVML_ERROR_NO_PERMISSION: int = NO_PERMISSION
-    NVML_ERROR_GPU_IS_LOST: int = GPU_IS_LOST
 
     def nvmlInit(self) -> None:
         self._called("nvmlInit", session=False)
@@ -121,10 +114,6 @@ class FakeNvml:
             raise FakeNvmlError(NOT_FOUND)
         return self.gpu
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
-        self._called("nvmlDeviceGetMemoryInfo")
-        return SimpleNamespace(total=self.gpu.total_bytes, used=self.gpu.used_bytes)
-
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any:
         self._called("nvmlDeviceGetComputeRunningProcesses")
         if self.hides_processes:
@@ -132,17 +121,9 @@ class FakeNvml:
         own = {self.gpu.own_pid: self.gpu.own_bytes} if self.gpu.initialized else {}
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in (own | self.gpu.others).items()]
 
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
-        self._called("nvmlDeviceGetUtilizationRates")
-        return SimpleNamespace(gpu=self.gpu.utilisation)
-
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
         self._called("nvmlDeviceGetTotalEnergyConsumption")
         return self.gpu.energy_mj
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, clock: int) -> int:
-        self._called("nvmlDeviceGetClockInfo")
-        return self.gpu.sm_mhz
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int:
         self._called("nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -237,7 +218,6 @@ class FakeCuda:
             "allocated_bytes.all.peak": gpu.allocated_peak,
             "reserved_bytes.all.current": gpu.reserved,
             "reserved_bytes.all.peak": gpu.reserved_peak,
-            "num_alloc_retries": gpu.retries,
             "allocated_bytes.all.allocated": gpu.allocated_in_all,
             "num_ooms": gpu.ooms,
         }

@@ -113,7 +113,7 @@ class MeasuredRow:
         """The device of the run, as it was measured or as the catalog has it.
 
         Raises:
-            UnknownDeviceError: if the catalog does not have it.
+            ConfigurationError: if the catalog does not have it.
         """
         return resolve_device(self.gpu) if self.figures is None else self.figures
 

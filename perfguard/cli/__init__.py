@@ -6,7 +6,7 @@ predict.py    perfguard predict, dry-run
 check.py      perfguard check
 plan.py       perfguard plan
 trainer.py    what it tries of a script of Hugging Face's Trainer
-gpus.py       perfguard gpus, rank
+gpus.py       perfguard gpus
 calibrate.py  perfguard calibrate
 log.py        perfguard log, learn, weights, report
 """
@@ -34,11 +34,10 @@ COMMANDS_GROUP = "perfguard.commands"
 # none of them. It has two functions: `add_NAME_arguments(parser)`, and `NAME(arguments)`, which returns the exit status or None.
 # "-" is "_" there.
 _COMMANDS = {
-    "predict": ("predict", "predict memory and time of a workload on a GPU"),
+    "predict": ("predict", "predict memory and time of a workload on a GPU, or on several"),
     "dry-run": ("predict", "dry-run a training script, and predict its memory and time on a GPU"),
     "check": ("check", "check whether a workload fits its limits, as an exit status"),
     "plan": ("plan", "find the fastest way to run a training script on GPUs that fits, and learns the same"),
-    "rank": ("gpus", "order GPUs by speed, and show which ones fit"),
     "gpus": ("gpus", "list the GPUs in the catalog"),
     "calibrate": ("calibrate", "measure some steps on this machine, so that predictions fit it"),
     "log": ("log", "show, export or clean the measurement log"),
@@ -46,7 +45,7 @@ _COMMANDS = {
     "weights": ("log", "list the weights in the log, or go back to older ones"),
     "report": ("log", "write an HTML page about a study or the measurement log"),
 }
-_OF_SCRIPTS = ("predict", "dry-run", "check", "plan", "rank")
+_OF_SCRIPTS = ("predict", "dry-run", "check", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

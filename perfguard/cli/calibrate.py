@@ -30,7 +30,7 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from perfguard.summary import summarize
 
     began = time.monotonic()
-    with MeasurementStore(arguments.log) if arguments.log else MeasurementStore.default() as log, warnings.catch_warnings():
+    with MeasurementStore(arguments.log) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedDeviceWarning)  # which is why one calibrates
         # The guard has nothing to add about this log, so it does not advise to do what is being done.
         log_once(log.url or "", f"Steps run on {device.name} for {arguments.seconds:g} s. Ctrl-C ends this early.")

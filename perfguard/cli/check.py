@@ -8,14 +8,14 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
+from perfguard.budget import Budget
+from perfguard.cli.predict import alias_notes, estimate_as_json
 from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.verdict import DEFAULT_RISK, check_risk
 
 if TYPE_CHECKING:
-    from perfguard.budget import Budget
     from perfguard.devices import Device
     from perfguard.guard import Guard
     from perfguard.verdict import Verdict
@@ -81,6 +81,28 @@ def check(arguments: argparse.Namespace) -> int:
         for note in document.get("notes", ()):
             print(note, file=sys.stderr)
     return status
+
+
+def budget_of(*, memory: str | None, host_memory: str | None = None, **others: str | None) -> Budget:
+    """Return the budget that ``--max-memory`` and the other options of its kind give."""
+
+    def share_or_text(text: str | None) -> str | float | None:
+        try:
+            return text if text is None else float(text)
+        except ValueError:
+            return text  # it has a unit
+
+    try:
+        return Budget.parse(memory=share_or_text(memory), host_memory=share_or_text(host_memory), **others)
+    except ConfigurationError as error:
+        message = str(error)
+        for name, option in (  # the names of the budgets in Python, and the options that set them here
+            ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"),
+            ("host_memory_budget", "--max-host-memory"), ("memory_budget", "--max-memory"),
+            ("cost_budget", "--max-cost"), ("price_per_hour", "--price-per-hour"),
+        ):  # fmt: skip
+            message = message.replace(name, option)
+        raise ConfigurationError(message) from error
 
 
 def guard_within(budget: Budget, device: Device, risk: float) -> Guard:

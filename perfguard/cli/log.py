@@ -46,14 +46,13 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
     show.add_argument("--json", action="store_true", help="print JSON")
     export = verb("export", "write the decisions with their measurements as a table")
-    export.add_argument("file", metavar="FILE.csv", help="the file to write")
+    export.add_argument("file", metavar="FILE.csv|FILE.parquet", help="the file to write")
     quarantine = verb("quarantine", "show the readings that PerfGuard does not learn from, and why", selects=False)
     quarantine.add_argument("--json", action="store_true", help="print JSON")
     forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
     forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
     forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    prune = verb("prune", "delete decisions with their measurements")
-    prune.add_argument("--keep", type=int, metavar="N", help="also keep at most the newest N of the other decisions")
+    verb("prune", "delete decisions with their measurements")
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +73,7 @@ def open_log(location: str | None) -> MeasurementStore:
         raise ConfigurationError(f"There is no measurement log at {location}.")
     from perfguard.log import MeasurementStore
 
-    return MeasurementStore.default() if location is None else MeasurementStore(location)
+    return MeasurementStore(location)
 
 
 def _selection(arguments: argparse.Namespace) -> Selection:
@@ -236,16 +235,14 @@ def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
 def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     selection = _selection(arguments)
-    if selection.is_everything and arguments.keep is None:
-        raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, --keep N, ...")
-    print(f"{store.prune(selection, keep_newest=arguments.keep):,} decisions removed")
+    if selection.is_everything:
+        raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, ...")
+    print(f"{store.prune(selection):,} decisions removed")
 
 
 def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard learn`` takes."""
     _add_log(parser)
-    parser.add_argument("--min-new", type=int, default=20, metavar="N", help="fewest new runs for an update (default: 20)")
-    parser.add_argument("--max-rows", type=int, default=1000, metavar="N", help="most runs to learn from (default: 1000)")
     parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
 
 
@@ -259,8 +256,7 @@ def learn(arguments: argparse.Namespace) -> None:
     with open_log(arguments.log) as store:
         from perfguard.learning import tune_weights
 
-        generation = tune_weights(store, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
-        print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.")
+        print(tune_weights(store, predictor=arguments.predictor) or "Nothing to learn: too few runs are new.")
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -307,7 +303,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
     )
     parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
-    _add_log(parser)
     parser.add_argument("--out", default="report.html", metavar="FILE.html", help="the file to write (default: report.html)")
 
 
@@ -319,4 +314,4 @@ def report(arguments: argparse.Namespace) -> None:
     source = arguments.source or default_location()
     if arguments.source is None and "://" not in source and not Path(source).exists():
         raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
-    print(write_report(source, arguments.out, study=arguments.study, log=arguments.log))
+    print(write_report(source, arguments.out, study=arguments.study))

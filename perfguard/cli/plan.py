@@ -10,17 +10,15 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perfguard.cli.check import guard_within, result_of
-from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
+from perfguard.cli.check import budget_of, guard_within, result_of
+from perfguard.cli.predict import alias_notes, estimate_as_json
 from perfguard.cli.script import capture_script
 from perfguard.cli.subject import add_network_argument, in_network, whole_number
 from perfguard.cli.trainer import Setup, setups
@@ -66,9 +64,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--risk", type=float, default=DEFAULT_RISK, help=f"largest accepted chance not to fit (default: {DEFAULT_RISK})"
     )
-    parser.add_argument(
-        "--allow-8bit", action="store_true", help="of a Trainer, try AdamW in 8 bits too; it rounds the optimizer's states"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--try",
@@ -102,13 +97,6 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"Expected a training script that exists, such as train.py, but got {arguments.source!r}.")
     check_risk(arguments.risk)
     words = _ways_in_words(arguments.tries, arguments.words)
-    if arguments.allow_8bit and arguments.tries:
-        raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
-    if arguments.allow_8bit:
-        try:
-            import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
-        except ImportError as error:
-            raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
     places, budget = _places(arguments), budget_of(memory=arguments.max_memory)
     for place in places:
         budget.check_device(place.device)
@@ -171,7 +159,7 @@ def _ways_in_words(tries: Sequence[str], fixed: Sequence[str]) -> list[list[str]
         if re.match(r"-+[^\W\d]|[\w.]+=", word):
             name, equals, given = word.partition("=")
             name += equals
-            if re.fullmatch("--(gpus|network|max-memory|price-per-hour|samples-per-step|risk|allow-8bit|json)=?", name):
+            if re.fullmatch("--(gpus|network|max-memory|price-per-hour|samples-per-step|risk|json)=?", name):
                 raise ConfigurationError(f"{name} follows --try, and is then a word of the script's. Put --try last.")
         elif not name:
             raise ConfigurationError(
@@ -194,27 +182,20 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
     for place in places:
         guard = guard_within(budget, place.device, arguments.risk)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
-        known: list[tuple[list[str], int]] = []
         row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
-            tried = way[len(arguments.words) :]
-            name = str(setup) if setup else shlex.join(tried) or "as it stands"
+            name = str(setup) if setup else shlex.join(way[len(arguments.words) :]) or "as it stands"
             if sys.stderr.isatty():
                 print(f"\rdry run {number} of {len(ways)} on {place.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
             row: Row = {"gpus": place.name, "way": name, "words": way}
-            foreseen = set() if setup else _foreseen_samples(tried, known)
-            if foreseen and wanted not in foreseen:
-                yield row | {"result": "learns otherwise", "samples_per_step": min(foreseen)}
-                continue
             asked: list[Setup] = []
             choose = None if arguments.tries else functools.partial(_choose, setup, asked)
             try:
                 seen = capture_script(
-                    arguments.source, way, place.device, world_size=place.ranks, spares=not known, choose=choose
+                    arguments.source, way, place.device, world_size=place.ranks, spares=not row_of, choose=choose
                 )
                 samples = (seen.samples_per_step or 0) * seen.num_ranks
                 wanted = wanted or samples
-                known += [(tried, samples)] if samples else []
                 graphs = seen.graph, *seen.phases.values()
                 same = row_of.setdefault((samples, *(graph.content_hash for graph in graphs)), row)
                 if same is not row:  # some words say what the script does anyway
@@ -233,35 +214,13 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
             if asked and not setup:
                 total = total or asked[0].micro_batch * asked[0].accumulation * place.num_gpus
                 each, rest = divmod(total, place.num_gpus)
-                others = setups(asked[0], samples=each, world_size=place.num_gpus, allows_8bit=arguments.allow_8bit)
+                others = setups(asked[0], samples=each, world_size=place.num_gpus)
                 ways += [(way, other) for other in others if other != asked[0] and not rest]
 
 
 def _choose(chosen: Setup | None, asked: list[Setup], found: Setup) -> Setup:
     asked.append(found)
     return chosen or found
-
-
-def _foreseen_samples(words: Sequence[str], known: Sequence[tuple[Sequence[str], int]]) -> set[int]:
-    """Return how many samples a step may have if they are in proportion to some of the numbers in ``words``.
-
-    They must be so in what is ``known`` of words that differ in their numbers alone. Empty: nothing can be said.
-    """
-
-    def split(words: Sequence[str]) -> tuple[list[int], list[str]]:
-        found = [re.fullmatch(r"(.*=|)([1-9]\d*)", word) for word in words]
-        return [int(match[2]) for match in found if match], [
-            word if match is None else match[1] for word, match in zip(words, found, strict=True)
-        ]
-
-    numbers, rest = split(words)
-    alike = [(split(others)[0], samples) for others, samples in known if split(others)[1] == rest]
-    foreseen = set()
-    for powers in itertools.product((0, 1), repeat=len(numbers)):
-        scales = {Fraction(samples, math.prod(map(pow, others, powers))) for others, samples in alike}
-        if len(scales) == 1:
-            foreseen.add(int(scales.pop() * math.prod(map(pow, numbers, powers))))
-    return foreseen
 
 
 def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfguard.budget import NOUNS, Budget, needed_on_host
+from perfguard.budget import needed_on_host
 from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
-from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
+from perfguard.devices import Device, catalog, mig_instance, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.console import Console
 
-    from perfguard.budget import Limit
+    from perfguard.cli.subject import Work
     from perfguard.graph import OpGraph
+    from perfguard.graph.kernels import Target
 
     OperatorSeconds = npt.NDArray[np.float64]
 
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard predict`` takes."""
     add_subject_arguments(parser)
-    parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
-    parser.add_argument("--mig", metavar="auto|PROFILE", help="predict for the smallest MIG profile that fits, or for this one")
-    parser.add_argument("--mps", type=float, metavar="SHARE", help="predict with a share of the multiprocessors, between 0 and 1")
-    parser.add_argument("--max-memory", metavar="38GiB|0.9", help="a budget to compare with and to draw")
-    parser.add_argument("--max-step-time", metavar="250ms", help="a budget to compare with")
+    parser.add_argument(
+        "--gpu",
+        default="auto",
+        metavar="a100|a100,t4|all",
+        help='names from `perfguard gpus`, of which several are ordered by speed, "auto" or "cpu" (default: auto)',
+    )
+    parser.add_argument("--mig", action="store_true", help="find the smallest MIG profile that fits")
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device; with --steps, predict the cost")
     parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
     parser.add_argument("--plot", metavar="FILE.html", help="draw the memory over the time of the step")
@@ -44,17 +47,18 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 def predict(arguments: argparse.Namespace) -> None:
     """Build, read or dry-run, predict and print."""
     check_subject(arguments)
-    budget = budget_of(memory=arguments.max_memory, step_time=arguments.max_step_time)
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
     if arguments.plot and Path(arguments.plot).suffix != ".html":
         raise ConfigurationError(f"--plot writes a page, so its name ends in .html, but got {arguments.plot!r}.")
-    whole = in_network(resolve_device(arguments.gpu), arguments)
-    device = _part_of(whole, arguments)
-    budget.check_device(device)
-    work, predictor = subject_of(arguments)(device), load_predictor()
+    devices = [in_network(device, arguments) for device in _devices(arguments.gpu)]
+    work_on, predictor = subject_of(arguments), load_predictor()
+    if len(devices) > 1:
+        _rank(arguments, devices, work_on, predictor, price)
+        return
+    (device,) = devices
+    work = work_on(device)
     graph = work.graph
     prediction, phases = work.predict(predictor, device)
-    limits = [limit for limit in budget.limits(prediction, device) if getattr(arguments, f"max_{limit.quantity}") is not None]
     op_time_s = operator_times_s(predictor, prediction, graph, device)
 
     document = _as_json(prediction, device, graph, arguments.batch_size, price)
@@ -63,48 +67,79 @@ def predict(arguments: argparse.Namespace) -> None:
         document["peak_memory_by_phase_bytes"] = {name: estimate_as_json(peak) for name, peak in phases.items()}
     if work.host_memory is not None:
         document["host_memory_bytes"] = estimate_as_json(needed_on_host(work.host_memory, prediction, device))
-    document["notes"] = [*alias_notes(arguments.gpu, whole), *work.notes]
-    if arguments.mig == "auto":
-        document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
-    if limits:
-        document["limits"] = [
-            {"quantity": limit.quantity, "limit": limit.limit, "p_exceeded": limit.p_violation} for limit in limits
-        ]
+    document["notes"] = [*alias_notes(arguments.gpu, device), *work.notes]
+    if arguments.mig:
+        document["mig"] = _smallest_instance(device, graph, prediction, predictor)
     peak_graph = work.phases.get(next(iter(phases)), graph)
     if arguments.explain:
         document["explain"] = explanation(prediction, op_time_s, graph, peak_graph, device)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
-        _print(document, prediction, device, graph, peak_graph, limits)
+        _print(document, prediction, device, graph, peak_graph)
     if arguments.plot:
-        draw_timeline(arguments.plot, graph, device, prediction, op_time_s, limits)
+        draw_timeline(arguments.plot, graph, device, prediction, op_time_s)
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
 add_dry_run_arguments, dry_run = add_predict_arguments, predict  # by the name that a script suggests
 
 
-def budget_of(*, memory: str | None, host_memory: str | None = None, **others: str | None) -> Budget:
-    """Return the budget that ``--max-memory`` and the other options of its kind give."""
+def _devices(names: str) -> list[Device]:
+    if names.strip().lower() == "all":
+        return list(catalog().values())
+    devices = [resolve_device(name.strip()) for name in names.split(",") if name.strip()]
+    if not devices:
+        raise ConfigurationError("--gpu must be 'all' or names with commas between them, for instance a100,t4.")
+    return list({device.id: device for device in devices}.values())
 
-    def share_or_text(text: str | None) -> str | float | None:
-        try:
-            return text if text is None else float(text)
-        except ValueError:
-            return text  # it has a unit
 
-    try:
-        return Budget.parse(memory=share_or_text(memory), host_memory=share_or_text(host_memory), **others)
-    except ConfigurationError as error:
-        message = str(error)
-        for name, option in (  # the names of the budgets in Python, and the options that set them here
-            ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"),
-            ("host_memory_budget", "--max-host-memory"), ("memory_budget", "--max-memory"),
-            ("cost_budget", "--max-cost"), ("price_per_hour", "--price-per-hour"),
-        ):  # fmt: skip
-            message = message.replace(name, option)
-        raise ConfigurationError(message) from error
+def _rank(
+    arguments: argparse.Namespace,
+    devices: Sequence[Device],
+    work_on: Callable[[Device], Work],
+    predictor: Predictor,
+    price: float | None,
+) -> None:
+    """Predict on every device, and print those that fit with a chance of 95% first, then by time."""
+    from perfguard.graph.kernels import target_of
+
+    if arguments.explain or arguments.plot or arguments.mig:
+        raise ConfigurationError("--explain, --plot and --mig are for one GPU.")
+    works: dict[Target, Work] = {}
+    rows = []
+    for device in devices:
+        target = target_of(device)  # cards of one kind run the same operators
+        if target not in works:
+            works[target] = work_on(device)
+        prediction, graph = works[target].predict(predictor, device)[0], works[target].graph
+        rows.append(_as_json(prediction, device, graph, arguments.batch_size, price))
+        rows[-1]["fits"] = rows[-1]["p_oom"] <= 0.05
+    rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.table import Table
+
+    from perfguard.cli.gpus import wide_console
+
+    console = wide_console(140)
+    table = Table(title="fastest first; those that may not fit last")
+    for heading in ("gpu", "time", "90%", "samples/s", "peak memory", "fits"):
+        table.add_column(heading, justify="left" if heading == "gpu" else "right", no_wrap=True)
+    for row in rows:
+        time = {name: format_seconds(seconds) for name, seconds in row["step_time_s"].items()}
+        table.add_row(
+            row["gpu"] + ("" if row["trained_on_device"] else " *"),
+            time["median"],
+            f"{time['low']} to {time['high']}",
+            "-" if row["throughput_per_s"] is None else f"{row['throughput_per_s']:,.0f}",
+            format_bytes(row["peak_memory_bytes"]["median"]),
+            "yes" if row["fits"] else f"no ({row['p_oom']:.0%} out of memory)",
+        )
+    console.print(table)
+    if not all(row["trained_on_device"] for row in rows):
+        console.print("* not trained on such steps on this GPU: read the interval and not the time", highlight=False)
 
 
 def alias_notes(name: str, device: Device) -> list[str]:
@@ -123,17 +158,6 @@ def estimate_as_json(value: Estimate | None) -> dict[str, float] | None:
         return None
     low, high = value.interval()
     return {"median": value.median, "low": low, "high": high}
-
-
-def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
-    """The requested MIG instance or MPS share."""
-    if arguments.mps is not None:
-        if arguments.mig is not None:
-            raise ConfigurationError("--mig and --mps exclude each other.")
-        return mps_share(device, arguments.mps)
-    if arguments.mig in (None, "auto"):
-        return device
-    return mig_instance(device, mig_profile(device, arguments.mig))
 
 
 def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, predictor: Predictor) -> dict[str, Any]:
@@ -182,14 +206,7 @@ def _as_json(
     }
 
 
-def _print(
-    document: Mapping[str, Any],
-    prediction: Prediction,
-    device: Device,
-    graph: OpGraph,
-    peak_graph: OpGraph,
-    limits: list[Limit],
-) -> None:
+def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, graph: OpGraph, peak_graph: OpGraph) -> None:
     """Print ``document`` for people: what it predicts, then where the memory and the time are."""
     from rich.console import Console
     from rich.table import Table
@@ -223,8 +240,6 @@ def _print(
     if document["most_energy_j"]:
         most = "" if prediction.energy is not None else f"at most, at the power limit of {device.tdp_w:.0f} W: "
         table.add_row("energy", most + format_joules(document["most_energy_j"]["median"]))
-    for limit in limits:
-        table.add_row(f"P({NOUNS[limit.quantity]} over {limit.format(limit.limit)})", f"{limit.p_violation:.1%}")
     if "mig" in document:
         table.add_row("smallest MIG profile", _mig_in_words(document["mig"]))
     table.add_row("work", f"{graph.flops / 1e9:,.1f} GFLOP in {len(graph.ops)} operators")
@@ -356,9 +371,7 @@ def _print_explanation(console: Console, explained: Mapping[str, Any], graph: Op
     console.print("The split over operators is less certain than their sum.", highlight=False)
 
 
-def draw_timeline(
-    path: str, graph: OpGraph, device: Device, prediction: Prediction, op_time_s: OperatorSeconds, limits: list[Limit]
-) -> None:
+def draw_timeline(path: str, graph: OpGraph, device: Device, prediction: Prediction, op_time_s: OperatorSeconds) -> None:
     """Write an HTML file with the memory over the predicted time of the step: the context, and the tensors by kind."""
     import numpy as np
 
@@ -384,11 +397,10 @@ def draw_timeline(
     peak = prediction.peak_memory.median
     figure.add_hrect(low, high, fillcolor="black", opacity=0.08, line_width=0)
     lines = [("predicted peak (band: 90%)", peak, "black"), ("capacity", device.memory_bytes, "#b00020")]
-    lines += [("budget", limit.limit, "#c77700") for limit in limits if limit.quantity == "memory"]
     for text, num_bytes, color in lines:
         label = f"{text}, {format_bytes(num_bytes)}"
         figure.add_hline(num_bytes / 2**30, line={"color": color, "dash": "dash"}, annotation_text=label)
-    # A limit far above the curve would press it flat; it is in the title, and in view after a double click.
+    # A capacity far above the curve would press it flat; it is in the title, and in view after a double click.
     top = max(num_bytes for _, num_bytes, _ in lines if num_bytes <= 2.5 * peak)
     of = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}, {format_seconds(prediction.step_time.median)}"
     figure.update_layout(

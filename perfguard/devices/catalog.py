@@ -13,8 +13,8 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
-from perfguard.devices.parts import mig_instance, mig_profile
-from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+from perfguard.devices.parts import part_of
+from perfguard.exceptions import ConfigurationError
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -135,17 +135,18 @@ def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
 
     Case, spaces, underscores and hyphens do not matter, nor a leading brand: "RTX 3090", "rtx-3090" and "NVIDIA GeForce RTX
     3090" are the same card. "a100-sxm-80gb/3g.40gb" is the MIG instance of that card, as is its id, "a100-sxm-80gb:3g.40gb".
+    "t4/mps25%" is a quarter of the multiprocessors.
 
     Args:
         name: as people or the driver write it.
         memory_bytes: the card's memory. It distinguishes cards with the same NVML name: the RTX 3080 is sold with 10 and 12 GB.
     """
-    card, _, profile = name.replace("/", ":").partition(":")
-    if profile:
+    card, _, part = name.replace("/", ":").partition(":")
+    if part:
         whole = _by_key().get(_key(card))
         try:
-            return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
-        except UnknownDeviceError:
+            return None if whole is None else part_of(whole, part.strip().lower())
+        except ConfigurationError:
             return None
     device = _by_key().get(_key(name))
     if device is None or memory_bytes is None:
@@ -158,20 +159,20 @@ def find(name: str) -> Device:
     """The GPU with this name, as :func:`look_up` reads it.
 
     Raises:
-        UnknownDeviceError: with the nearest names, if the catalog has none; with the card's profiles, for one that it lacks.
+        ConfigurationError: with the nearest names, if the catalog has none; with the card's profiles, for a part that it lacks.
     """
     device = look_up(name)
     if device is not None:
         return device
-    card, slash, profile = name.partition("/")
+    card, slash, part = name.partition("/")
     if slash and (whole := look_up(card)) is not None:
-        mig_profile(whole, profile)  # it raises
+        part_of(whole, part)  # it raises
     known = {_key(known): known for known in (*catalog(), *aliases(), "auto", "cpu")}
     nearest = [known[key] for key in difflib.get_close_matches(_key(name), known, n=3, cutoff=0.5)]
     suggestion = f" Did you mean {' or '.join(repr(near) for near in nearest)}?" if nearest else ""
     if _key(name).rstrip("0123456789:") in ("", "cuda", "gpu"):
         suggestion = " For the GPU of this machine say 'auto'."
-    raise UnknownDeviceError(
+    raise ConfigurationError(
         f"gpu must be a name from the catalog, 'auto' or 'cpu', but got {name!r}.{suggestion} `perfguard gpus` lists all."
     )
 

@@ -35,7 +35,7 @@ def resolve_device(gpu: str | Device, *, nvml: Any = None) -> Device:
         nvml: stands in for the module ``pynvml``.
 
     Raises:
-        UnknownDeviceError: for a name that the catalog does not have.
+        ConfigurationError: for a name that the catalog does not have.
         ConfigurationError: for anything that is neither a text nor a Device.
     """
     if isinstance(gpu, Device):
@@ -61,7 +61,7 @@ def device_here(gpu: str) -> Device:
     """Return the device that ``--gpu`` names, on which PyTorch can run in this process.
 
     Raises:
-        UnknownDeviceError: for a name that the catalog does not have.
+        ConfigurationError: for a name that the catalog does not have.
         MeasuringError: if the device is another one than this machine's, or this PyTorch has no CUDA.
     """
     import torch

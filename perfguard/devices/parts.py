@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
     from perfguard.devices.catalog import Device
@@ -52,12 +53,22 @@ def mig_profile(device: Device, name: str) -> MigProfile:
     """The MIG profile of ``device`` called ``name``: one of :func:`mig_profiles`, or 4g, or 1g with two memory slices.
 
     Raises:
-        UnknownDeviceError: with the profiles that ``device`` has.
+        ConfigurationError: with the profiles that ``device`` has.
     """
     known = {profile.name: profile for profile in (*mig_profiles(device), *_profiles_of(device, "others"))}
     if name not in known:
-        raise UnknownDeviceError(f"{device.name} has no MIG profile {name!r}. It has: {', '.join(known) or 'none'}.")
+        raise ConfigurationError(f"{device.name} has no MIG profile {name!r}. It has: {', '.join(known) or 'none'}.")
     return known[name]
+
+
+def part_of(device: Device, name: str) -> Device:
+    """The part of ``device`` called ``name``: a MIG profile such as "3g.20gb", or a share of the multiprocessors: "mps25%".
+
+    Raises:
+        ConfigurationError: if the device has no such part.
+    """
+    share = re.fullmatch(r"mps(\d+)%", name)
+    return mps_share(device, int(share[1]) / 100) if share else mig_instance(device, mig_profile(device, name))
 
 
 def smallest_profile(device: Device, num_bytes: float) -> MigProfile | None:

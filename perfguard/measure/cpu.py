@@ -76,9 +76,9 @@ class CpuProbe:
             return Reading("vmhwm", ran_on=ran_on)
         if self._sampler is not None:
             grown = max(0, self._sampled_peak_bytes - self._base_bytes)
-            return Reading("rss-sampled", peak_memory_bytes=grown, confidence="medium", ran_on=ran_on)
+            return Reading("rss-sampled", peak_memory_bytes=grown, ran_on=ran_on)
         grown = max(0, _high_water_mark() - self._base_bytes)
-        return Reading("vmhwm", peak_memory_bytes=grown, confidence="high", ran_on=ran_on)
+        return Reading("vmhwm", peak_memory_bytes=grown, ran_on=ran_on)
 
     def finish(self) -> Reading:
         reading = self.read()

@@ -3,7 +3,7 @@
 The peak is what the driver counts for this process, its context included. That decides whether a run fits a card, and predictors
 are trained on it. The driver can only be sampled, but the allocator keeps its own exact peak. So the peak is the allocator's
 peak plus what the process had beside the allocator. In order of trust, that comes from NVML's figure for this process, from the
-whole card's while nobody else was on it, or from the catalog.
+whole card's memory, if what is beside PyTorch's could be one context, or from the catalog.
 """
 
 from __future__ import annotations
@@ -11,25 +11,15 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from perfguard.exceptions import why_not_imported
-from perfguard.measure.measurement import Confidence, CudaUse, RanOn, Reading
+from perfguard.measure.measurement import CudaUse, RanOn, Reading
 
 _T = TypeVar("_T")
-
-
-class _Overhead(NamedTuple):
-    """Memory of the process outside the allocator."""
-
-    num_bytes: int
-    source: str
-    confidence: Confidence
-    note: str = ""
 
 
 class GpuProbe:
@@ -77,15 +67,11 @@ class GpuProbe:
         """Largest sample of this process."""
         self._process_overhead_bytes: int | None = None
         """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
-        self._card_overhead_bytes: int | None = None
-        """Memory of the whole card (or MIG instance) outside PyTorch's allocator."""
         self._sees_itself = False
         self._num_others = 0
         """Most processes that were seen beside this one."""
         self._energy_mj: list[int] = []
-        self._utilisation: list[float] = []
-        self._clocks_mhz: list[int] = []
-        self._reasons: int | None = None
+        self._reasons = 0
 
     def start(self) -> None:
         if not self._can_use_cuda:
@@ -155,50 +141,42 @@ class GpuProbe:
         if not self._find_index() and self._cuda.is_initialized():
             self._index = self._cuda.current_device()
 
-    def _overhead(self, stats: Mapping[str, Any]) -> _Overhead:
+    def _overhead(self, stats: Mapping[str, Any]) -> tuple[int, str, str]:
+        """Bytes of the process outside the allocator, where the figure comes from, and a note."""
         if self._process_overhead_bytes is not None:
-            return _Overhead(self._process_overhead_bytes, "nvml-process", "high")
-        if self._card_overhead_bytes is not None and self._num_others == 0:
-            note = "the context is estimated from the whole card's memory"
-            return _Overhead(self._card_overhead_bytes, "nvml-card", "medium", note)
+            return self._process_overhead_bytes, "nvml-process", ""
         free, total = self._cuda.mem_get_info(self._index)
         beside = total - free - int(stats.get("reserved_bytes.all.current", 0))
         # More than two contexts beside PyTorch's memory are other processes'.
         if self._num_others == 0 and 0 < beside <= 2 * self._context_bytes:
-            return _Overhead(beside, "cuda-card", "low", "the context is the whole card's memory less PyTorch's")
-        return _Overhead(self._context_bytes, "catalog-context", "low", "the context is the catalog's figure")
+            return beside, "cuda-card", "the context is the whole card's memory less PyTorch's"
+        return self._context_bytes, "catalog-context", "the context is the catalog's figure"
 
-    def _reading(self, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
+    def _reading(self, stats: Mapping[str, Any], overhead: tuple[int, str, str] | None, *notes: str) -> Reading:
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         before = self._use.before.get(self._index or 0, {})
-        retries = stats.get("num_alloc_retries")
         words = [*self._notes, *self._driver_notes(), *notes]
         left_mib = int(before.get("allocated_bytes.all.current", 0)) / 2**20
         if left_mib > 64:  # a model that is kept for the next trial, and not the few blocks of a library
             words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
-        method, peak, confidence = "none", None, None
+        method, peak = "none", None
         if overhead is not None and reserved is not None:
-            peak = max(reserved + overhead.num_bytes, self._process_peak_bytes or 0)
-            method, confidence = f"{overhead.source}+allocator", overhead.confidence
-            words += [overhead.note] if overhead.note else []
+            beside_bytes, source, note = overhead
+            peak = max(reserved + beside_bytes, self._process_peak_bytes or 0)
+            method = f"{source}+allocator"
+            words += [note] if note else []
         elif self._process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
-            method, peak, confidence = "nvml-process", self._process_peak_bytes, "medium"
+            method, peak = "nvml-process", self._process_peak_bytes
             words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
-        is_alone = self._num_others == 0
-        energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and is_alone else -1
+        energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and not self._num_others else -1
         return Reading(
             method,
             peak_memory_bytes=peak,
             allocated_peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)) or None,
             reserved_peak_bytes=reserved,
-            oom_retries=None if retries is None else int(retries) - int(before.get("num_alloc_retries", 0)),
-            confidence=confidence,
             notes=tuple(words),
             ran_on=self._use.ran_on(),
-            sm_utilisation=statistics.fmean(self._utilisation) if self._utilisation and is_alone else None,
             energy_j=energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
-            sm_clock_hz=statistics.fmean(self._clocks_mhz) * 1e6 if self._clocks_mhz else None,
-            throttled=None if self._reasons is None else _throttle_text(self._reasons),
             driver=self._driver,
         )
 
@@ -208,11 +186,13 @@ class GpuProbe:
         """What is missing so far, and why."""
         notes = list(self._refused.values())
         if self._num_others:
-            notes.append(f"{self._num_others} other processes used the GPU, so its energy and utilisation cannot be attributed")
+            notes.append(f"{self._num_others} other processes used the GPU, so its energy cannot be attributed")
         if self._handle is not None and not self._sees_itself and "processes" not in self._refused and not self._over:
             notes.append("NVML does not show this process by its id (a container?)")
         if self._is_mig:
-            notes.append("on a MIG instance, energy, clocks and utilisation are the whole card's and are left out")
+            notes.append("on a MIG instance, energy is the whole card's and is left out")
+        if self._reasons:
+            notes.append(f"clocks were reduced: {', '.join(text for bit, text in _THROTTLED.items() if self._reasons & bit)}")
         return notes
 
     def _watch(self) -> None:
@@ -277,28 +257,18 @@ class GpuProbe:
     def _sample(self, nvml: Any, handle: Any) -> None:
         before = self._reserved_bytes()
         processes = self._query("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         # Between two readings the trial goes on: what the allocator took or gave back meanwhile is no overhead.
         reserved = before if self._reserved_bytes() == before else None
-        self._see_memory(processes, memory, reserved)
+        self._see_memory(processes or [], reserved)
         if self._is_mig:
             return  # the other sensors are the whole card's
         energy_mj = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         if energy_mj is not None:
             self._energy_mj = [*self._energy_mj[:1], energy_mj]
-        rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        if rates is not None:
-            self._utilisation.append(rates.gpu / 100)
-        clock_mhz = self._query("clocks", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-        if clock_mhz is not None:
-            self._clocks_mhz.append(clock_mhz)
         reasons = self._query("throttle reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        if reasons is not None:
-            self._reasons = (self._reasons or 0) | reasons
+        self._reasons |= (reasons or 0) & sum(_THROTTLED)
 
-    def _see_memory(self, processes: Any, memory: Any, reserved: int | None) -> None:
-        if processes is None:
-            return
+    def _see_memory(self, processes: Sequence[Any], reserved: int | None) -> None:
         # usedGpuMemory is None where the driver may not tell, for instance under WDDM on Windows.
         own = [process for process in processes if process.pid == self._pid and process.usedGpuMemory is not None]
         self._sees_itself |= bool(own)
@@ -310,8 +280,6 @@ class GpuProbe:
             self._process_peak_bytes = max(self._process_peak_bytes or 0, used)
             if reserved is not None:
                 self._process_overhead_bytes = max(self._process_overhead_bytes or 0, used - reserved)
-        if memory is not None and reserved is not None:
-            self._card_overhead_bytes = max(self._card_overhead_bytes or 0, int(memory.used) - reserved)
 
     def _query(self, name: str, query: Callable[[], _T]) -> _T | None:
         """The result of ``query``; None, and a note, if the driver fails. A refused query is not repeated."""
@@ -320,15 +288,7 @@ class GpuProbe:
         try:
             return query()
         except self._nvml.NVMLError as error:
-            code = getattr(error, "value", None)
-            if code == self._nvml.NVML_ERROR_GPU_IS_LOST:
-                self._give_up("the GPU was lost during the run")
-            elif code == self._nvml.NVML_ERROR_NO_PERMISSION:
-                self._refused[name] = f"NVML forbids reading its {name}"
-            elif code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                self._refused[name] = f"this GPU does not report its {name}"
-            else:
-                self._refused[name] = f"its {name} could not be read ({error})"
+            self._refused[name] = f"NVML could not read its {name} ({error})"
             return None
 
     def _give_up(self, reason: str) -> None:
@@ -336,10 +296,8 @@ class GpuProbe:
         self._refused["NVML"] = reason
 
 
-def _throttle_text(reasons: int) -> str:
-    """Bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h) that slow a busy GPU down against its user's will, in words."""
-    words = {
-        0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal", 0x40: "hardware thermal", 0x80: "power brake",
-        0x200: "board limit", 0x400: "reliability",
-    }  # fmt: skip
-    return ", ".join(text for bit, text in words.items() if reasons & bit)
+_THROTTLED = {
+    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal", 0x40: "hardware thermal", 0x80: "power brake",
+    0x200: "board limit", 0x400: "reliability",
+}  # fmt: skip
+"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h) that slow a busy GPU down against its user's will."""

@@ -18,9 +18,6 @@ Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
 """How a run ended. "interrupted": something outside of it ended it (Ctrl-C, a driver that went away), so it says nothing about
 the trial: it is logged, never learnt, and counts neither as ok nor as a violation. A trial that a scheduler stops early is "ok":
 it cost what it cost."""
-Confidence = Literal["high", "medium", "low"]
-NOT_A_NUMBER = "{} was {}"
-"""Note of a measurement with a NaN or infinite reading: the field's name, and the value."""
 CUT_SHORT = "cut short"
 """Note of a measurement of a trial that the tuner stopped: it would have made more steps."""
 
@@ -37,7 +34,7 @@ class Measurement:
     """Peak device memory. On a GPU: what the driver counts for this process, its context included. On a CPU: the resident set's
     peak above what it was when the run began. With status "oom" a lower bound."""
     step_time_s: float | None
-    """Median time of a step, from the end of the one before, warm-up and marked waits for data excluded; see StepTimer."""
+    """Median time of a step, from the end of the one before, warm-up excluded; see StepTimer."""
     total_time_s: float
     """Time from the launch to the end of the run."""
     num_steps: int
@@ -50,34 +47,17 @@ class Measurement:
     """Most bytes that PyTorch's CUDA allocator had handed out at once."""
     reserved_peak_bytes: int | None = None
     """Most bytes that PyTorch's CUDA allocator held at once, its cache included."""
-    sm_utilisation: float | None = None
-    """Share of the time in which a kernel ran, 0 to 1, as the driver reports it; mean of the run."""
     energy_j: float | None = None
     """Energy of the whole card from the run's start (or from its first use of CUDA) to its end."""
-    sm_clock_hz: float | None = None
-    """Mean clock of the multiprocessors."""
-    throttled: str | None = None
-    """Reasons for reduced clocks at any time, for instance "power cap, thermal"; empty: none."""
-    data_wait_s: float | None = None
-    """Mean time that a step waited for data, where the trial marks it (``Run.loading``, ``Run.batches``)."""
-    oom_retries: int | None = None
-    """Number of times that the allocator returned its cache to the driver to get memory."""
     driver: str | None = None
     """Version of the GPU's driver."""
-    confidence: Confidence | None = None
-    """How sure the memory is: "high" (counted by the kernel, or by the driver for this process), "medium" (sampled, or of the
-    whole card), "low" (a part of it is a figure of the catalog)."""
     host: str | None = None
     """Name of the machine that ran it."""
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("status", self.status, get_args(Status)),
-            ("confidence", self.confidence, (*get_args(Confidence), None)),
-        ):
-            if value not in allowed:
-                known = ", ".join(map(str, allowed))
-                raise ConfigurationError(f"Measurement.{name} must be one of {known}, but got {value!r}.")
+        if self.status not in get_args(Status):
+            known = ", ".join(get_args(Status))
+            raise ConfigurationError(f"Measurement.status must be one of {known}, but got {self.status!r}.")
 
     def is_of(self, device: Device) -> bool:
         """Return whether this is a reading of ``device``: whether the run really used it, and not another card or the processor.
@@ -215,13 +195,8 @@ class Reading:
     peak_memory_bytes: int | None = None
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
-    sm_utilisation: float | None = None
     energy_j: float | None = None
-    sm_clock_hz: float | None = None
-    throttled: str | None = None
-    oom_retries: int | None = None
     driver: str | None = None
-    confidence: Confidence | None = None
     notes: tuple[str, ...] = ()
     """Readings that are missing or unreliable, with the reasons."""
     ran_on: RanOn | None = None

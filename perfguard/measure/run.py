@@ -1,4 +1,4 @@
-"""Run: one launched trial being measured. StepTimer: how long its steps take, and how long they wait for data."""
+"""Run: one launched trial being measured. StepTimer: how long its steps take."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from perfguard.devices import Device
@@ -20,8 +20,6 @@ from perfguard.measure.cpu import CpuProbe
 from perfguard.measure.gpu import GpuProbe
 from perfguard.measure.measurement import Measurement, Probe, RanOn, Reading, Status
 from perfguard.pace import Pace
-
-T = TypeVar("T")
 
 _lock = threading.Lock()
 _active: WeakValueDictionary[int, Run] = WeakValueDictionary()
@@ -94,21 +92,6 @@ class Run:
             self._timer = StepTimer(self._probe.stamp)
         self._timer.step()
 
-    def loading(self) -> AbstractContextManager[None]:
-        """Mark that the ``with`` block waits for data: it is no part of the step's time, and is reported as ``data_wait_s``."""
-        return self._timer.waiting()
-
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The items of ``loader``; waiting for each is marked as :meth:`loading`."""
-        iterator = iter(loader)
-        while True:
-            with self.loading():
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            yield item
-
     @contextmanager
     def left_out(self, *, after_s: float) -> Iterator[None]:
         """Take the block, and the ``after_s`` seconds before it, for no part of the trial: it waits for its verdict."""
@@ -128,14 +111,9 @@ class Run:
         return time.perf_counter() - self._started_at
 
     @property
-    def step_durations_s(self) -> list[float]:
-        """Seconds between the ends of consecutive steps, in order, waits for data included."""
-        return self._timer.durations_s
-
-    @property
     def pace(self) -> Pace | None:
         """The pace of the steps so far. None: fewer than 25 are done."""
-        return Pace.of(self.step_durations_s)
+        return Pace.of(self._timer.durations_s)
 
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
         """End the run, now or ``at_last_step``, and return what it cost."""
@@ -186,7 +164,6 @@ class Run:
             num_steps=self.num_steps,
             framework=f"torch{torch.__version__}",
             note="; ".join([*notes, *reading.notes]),
-            data_wait_s=self._timer.data_wait_s(),
             host=platform.node(),
             **readings,
         )
@@ -245,20 +222,15 @@ def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
             run._on_step(optimizer)
 
 
-_Label = Literal["step", "wait begins", "wait ends"]
-
-
 class _Mark(NamedTuple):
-    label: _Label
     at_s: float
     stamp: Any
 
 
 class StepTimer:
-    """Turns the ends of steps, and the waits for data between them, into a time per step.
+    """Turns the ends of steps into a time per step.
 
-    A step is the time between two ends, less the waits that were marked in between. On a GPU, which works behind the
-    processor's back, both are taken on the device: what it computes while the processor waits for data is no wait.
+    A step is the time between two ends. On a GPU, which works behind the processor's back, the ends are taken on the device.
 
     The rule for the warm-up: the first step has no beginning and does not count; nor do the first tenth of the other steps, at
     most ten. The median of what is left. ``stamp`` is that of the Probe.
@@ -273,30 +245,22 @@ class StepTimer:
         """Whether the device's clock failed, so that the processor's was taken instead."""
         self._pending: deque[_Mark] = deque()
         self._previous: _Mark | None = None
-        self._busy_s = self._wait_s = 0.0
         self._steps_s: list[float] = []
-        self._waits_s: list[float] = []
-        self._saw_wait = self._saw_step = False
 
     def step(self) -> None:
         """A step has ended."""
-        self.last_step_at_s = self._mark("step")
+        mark = _Mark(time.perf_counter(), self._stamp())
+        self.last_step_at_s = mark.at_s
         self.num_steps += 1
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The block waits for data."""
-        self._mark("wait begins")
-        try:
-            yield
-        finally:
-            self._mark("wait ends")
+        self._pending.append(mark)
+        if mark.stamp is None or len(self._pending) > 256:  # a long run must not keep all marks of a device
+            self._fold_passed()
 
     @property
     def durations_s(self) -> list[float]:
-        """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done."""
+        """Seconds between the ends of consecutive steps, in order; of a GPU's only those it has done."""
         self._fold_passed()
-        return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]
+        return list(self._steps_s)
 
     def catch_up(self) -> None:
         """Wait until the device has reached the last mark."""
@@ -305,24 +269,9 @@ class StepTimer:
 
     def step_time_s(self) -> float | None:
         """Median seconds of a step; None with fewer than two. Waits for the device."""
-        steps = self._counted(self._steps_s)
-        return statistics.median(steps) if steps else None
-
-    def data_wait_s(self) -> float | None:
-        """Mean seconds that a step waited; None if no wait was marked. Waits for the device."""
-        waits = self._counted(self._waits_s)
-        return statistics.fmean(waits) if waits and self._saw_wait else None
-
-    def _counted(self, values: list[float]) -> list[float]:
         self.catch_up()
-        return values[min(10, len(values) // 10) :]
-
-    def _mark(self, label: _Label) -> float:
-        mark = _Mark(label, time.perf_counter(), self._stamp())
-        self._pending.append(mark)
-        if mark.stamp is None or len(self._pending) > 256:  # a long run must not keep all marks of a device
-            self._fold_passed()
-        return mark.at_s
+        steps = self._steps_s[min(10, len(self._steps_s) // 10) :]
+        return statistics.median(steps) if steps else None
 
     def _fold_passed(self) -> None:
         """Fold the marks that the device has reached."""
@@ -338,20 +287,8 @@ class StepTimer:
 
     def _fold(self, mark: _Mark) -> None:
         if self._previous is not None:
-            elapsed_s = self._seconds(self._previous, mark)
-            if mark.label == "wait ends":
-                self._wait_s += elapsed_s
-            else:
-                self._busy_s += elapsed_s
+            self._steps_s.append(self._seconds(self._previous, mark))
         self._previous = mark
-        self._saw_wait |= mark.label == "wait ends"
-        if mark.label != "step":
-            return
-        if self._saw_step:
-            self._steps_s.append(self._busy_s)
-            self._waits_s.append(self._wait_s)
-        self._saw_step = True
-        self._busy_s = self._wait_s = 0.0
 
     def _seconds(self, earlier: _Mark, later: _Mark) -> float:
         if earlier.stamp is not None and later.stamp is not None:

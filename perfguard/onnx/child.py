@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import graphlib
-import itertools
 import json
 import math
 import mmap
@@ -151,7 +149,7 @@ def _as_varint(value: int) -> bytes:
 
 
 def _loaded(path: str, most_nodes: int) -> onnx.ModelProto:
-    """The model without the values of its large weights, its functions inlined and its operators in order."""
+    """The model without the values of its large weights, with its functions inlined. Its operators are in order."""
     with (
         Path(path).open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -170,17 +168,15 @@ def _loaded(path: str, most_nodes: int) -> onnx.ModelProto:
     if not 1 <= _opset(model) <= newest:
         raise Refusal(f"has opset {_opset(model)}, the installed onnx knows 1 to {newest}", mend)
     number = _num_operators(model.graph)
-    if number <= most_nodes:
-        _check_external_values(path, model)
-        if model.functions:
-            _at("its functions")
-            model = inliner.inline_local_functions(model)
-            number = _num_operators(model.graph)
+    if number <= most_nodes and model.functions:
+        _at("its functions")
+        model = inliner.inline_local_functions(model)
+        number = _num_operators(model.graph)
     if number > most_nodes:
         raise Refusal(f"has {number:,} operators", f"At most {most_nodes:,} are read.")
     if not number:
         raise Refusal("has no operators", "Export the network again.")
-    _sort(model.graph)
+    _check_order(model.graph)
     return model
 
 
@@ -206,27 +202,6 @@ def _num_operators(graph: onnx.GraphProto) -> int:
     return len(graph.node) + sum(_num_operators(inner) for node in graph.node for inner in _graphs_in(node))
 
 
-def _check_external_values(path: str, model: onnx.ModelProto) -> None:
-    """Refuse values outside the model's own folder. They are not read, so they need not be there."""
-
-    def tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
-        yield from getattr(graph, "initializer", ())
-        for node in graph.node:
-            for attribute in node.attribute:
-                yield from (attribute.t, *attribute.tensors)
-            for inner in _graphs_in(node):
-                yield from tensors(inner)
-
-    folder = Path(path).resolve().parent
-    for tensor in itertools.chain.from_iterable(map(tensors, (model.graph, *model.functions))):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-            is_name = location and "\0" not in location and "\\" not in location
-            if not is_name or not (folder / location).resolve().is_relative_to(folder):
-                problem = f"stores the values of {tensor.name[:80]!r} in {location[:80]!r}, outside its folder"
-                raise Refusal(problem, "It is refused: save the model again with onnx.save_model, its values beside it.")
-
-
 def _names_read_by(node: onnx.NodeProto) -> Iterator[str]:
     """Inputs of ``node``, and what its subgraphs read from outside."""
     yield from filter(None, node.input)
@@ -238,36 +213,21 @@ def _names_read_by(node: onnx.NodeProto) -> Iterator[str]:
         yield from (value.name for value in graph.output if value.name not in made)
 
 
-def _sort(graph: onnx.GraphProto) -> None:
-    """Sort ``graph.node`` so that each value is made before it is read, and refuse values made twice or never."""
-    given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    given |= {sparse.values.name for sparse in graph.sparse_initializer}
-    maker: dict[str, int] = {}
+def _check_order(graph: onnx.GraphProto) -> None:
+    """Refuse values that are made twice, never, or after they are read: the specification wants operators in order."""
+    made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    made |= {sparse.values.name for sparse in graph.sparse_initializer}
     for index, node in enumerate(graph.node):
-        for name in filter(None, node.output):
-            if name in maker or name in given:
-                raise Refusal(f"makes {name[:80]!r} twice, the second time by {_label(node, index)}", _EXPORT_AGAIN)
-            maker[name] = index
-    needs: dict[int, set[int]] = {}
-    for index, node in enumerate(graph.node):
-        names = set(_names_read_by(node)) - given
-        absent = next((name for name in names if name not in maker), None)
+        absent = next((name for name in _names_read_by(node) if name not in made), None)
         if absent is not None:
-            raise Refusal(f"lacks {absent[:80]!r}, which {_label(node, index)} reads", _EXPORT_AGAIN)
-        needs[index] = {maker[name] for name in names}
+            raise Refusal(f"reads {absent[:80]!r} in {_label(node, index)} before it is made", _EXPORT_AGAIN)
+        for name in filter(None, node.output):
+            if name in made:
+                raise Refusal(f"makes {name[:80]!r} twice, the second time by {_label(node, index)}", _EXPORT_AGAIN)
+            made.add(name)
     for value in graph.output:
-        if value.name not in maker and value.name not in given:
+        if value.name not in made:
             raise Refusal(f"never makes its output {value.name[:80]!r}", _EXPORT_AGAIN)
-    if all(made < index for index, makers in needs.items() for made in makers):
-        return
-    try:
-        order = list(graphlib.TopologicalSorter(needs).static_order())
-    except graphlib.CycleError as error:
-        first = min(error.args[1])
-        raise Refusal(f"is cyclic: {_label(graph.node[first], first)} needs its own output", _EXPORT_AGAIN) from None
-    nodes = [onnx.NodeProto.FromString(graph.node[index].SerializeToString()) for index in order]
-    del graph.node[:]
-    graph.node.extend(nodes)
 
 
 # Sizes that the user gives.

@@ -51,8 +51,8 @@ def graph_from_onnx(
         target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
 
     Raises:
-        OnnxError: if the file is missing, damaged, too large, too new, cyclic, contradicts the specification, reaches outside
-            its folder, leaves sizes open, or takes more memory or time than the limits.
+        OnnxError: if the file is missing, damaged, too large, too new, contradicts the specification, leaves sizes open, or takes
+            more memory or time than the limits.
         ConfigurationError: for an argument that cannot be right.
     """
     if precision not in (None, "fp32", *_HALF):

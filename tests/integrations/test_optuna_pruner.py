@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, LogWarning, PredictorError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError, LogWarning, PredictorError
 from perfguard.quantities import format_seconds
 from perfguard_optuna import PerfGuardPruner, record_of
 from tests.integrations.one_layer import (
@@ -224,7 +224,7 @@ def test_inner_pruner_sees_launched_trials_only() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"gpu": "a1000"}, UnknownDeviceError, "Did you mean 'a100'"),
+        ({"gpu": "a1000"}, ConfigurationError, "Did you mean 'a100'"),
         ({"build": 3}, ConfigurationError, "build must be a function of the hyperparameters, but got 3"),
         ({"memory_limit": "4GiB"}, ConfigurationError, r"no setting 'memory_limit' \(did you mean 'memory_budget'\?\)"),
         ({"predictor": "crystal-ball"}, PredictorError, "No predictor is called 'crystal-ball'"),

@@ -17,7 +17,6 @@ from torch import nn
 
 from perfguard import MeasurementStore, Workload
 from perfguard.exceptions import ConfigurationError, TrackingWarning
-from perfguard.log import Selection
 from perfguard.plots import outcome_of
 from perfguard.report import page_of, read_report
 from perfguard_optuna import (
@@ -68,11 +67,10 @@ def study(folder: Path) -> optuna.Study:
 
 
 def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) -> None:
-    of_study = read_report(str(folder / "study.db"), log=folder / "log.db")
+    of_study = read_report(str(folder / "study.db"))
     with MeasurementStore(folder / "log.db") as log:
         of_log = read_report(log)
     assert of_study.summary.device == of_log.summary.device != ""
-    assert of_study.doubts == of_log.doubts
     assert of_study.summary.pruned_for == of_log.summary.pruned_for == {"memory": of_log.summary.num_pruned}
     assert of_study.summary.num_violations == of_log.summary.num_violations
     for ours, logged in zip(of_study.records, of_log.records, strict=True):
@@ -86,18 +84,6 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
     assert summary.num_pruned == pruned_table(study).row_count > 0
 
 
-def test_a_study_made_anew_has_no_doubts_of_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "log.db"
-    for is_doubted in (True, False):
-        study = create_study(study_name="anew")
-        study.enqueue_trial({"width": 8})
-        study.optimize(objective, n_trials=1, pruner=guard(str(path)))
-        with MeasurementStore(path) as log:
-            if is_doubted:
-                log.set_aside(Selection(study="anew"), "a mock")
-        assert ("reading not believed: a mock" in page_of(read_report(study, log=path))) == is_doubted
-
-
 def test_the_pictures_have_every_trial(study: optuna.Study) -> None:
     assert sum(len(trace.x) for trace in plot_budget(study).data if trace.x[0] is not None) == 8
     assert f"{summarize(study).num_pruned} of 8 trials pruned" in plot_savings(study).layout.title.text
@@ -105,10 +91,10 @@ def test_the_pictures_have_every_trial(study: optuna.Study) -> None:
 
 @pytest.mark.parametrize("source", ["study.db", "journal.log"])
 def test_a_study_is_read_from_its_storage(folder: Path, source: str) -> None:
-    report = read_report(str(folder / source), log=False)
+    report = read_report(str(folder / source))
     assert report.title == "linear"
     assert len(report.records) == 8
-    assert read_report(str(folder / source), study="linear", log=False).summary == report.summary
+    assert read_report(str(folder / source), study="linear").summary == report.summary
 
 
 def test_a_study_that_is_not_clear_is_asked_for(folder: Path, tmp_path: Path) -> None:
@@ -122,11 +108,11 @@ def test_a_study_that_is_not_clear_is_asked_for(folder: Path, tmp_path: Path) ->
 
 
 def test_a_study_without_trials_or_verdicts_has_a_page() -> None:
-    empty = read_report(optuna.create_study(study_name="empty"), log=False)
+    empty = read_report(optuna.create_study(study_name="empty"))
     assert "No trial has finished yet." in page_of(empty)
     plain = optuna.create_study(study_name="plain")
     plain.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
-    report = read_report(plain, log=False)
+    report = read_report(plain)
     assert [outcome_of(record) for record in report.records] == ["unguarded"] * 2
 
 

@@ -170,7 +170,7 @@ def guarded(**options: Any) -> PerfGuardVariantGenerator:
 
 def report_of(num_steps: int, seconds: float, **device: Any) -> dict[str, Any]:
     fields = {"device_id": "cpu", "device_name": "AMD EPYC", "peak_memory_bytes": 124 * 2**10, "step_time_s": 1e-4}
-    fields |= {"total_time_s": seconds, "num_steps": num_steps, "method": "vmhwm", "framework": "torch", "confidence": "high"}
+    fields |= {"total_time_s": seconds, "num_steps": num_steps, "method": "vmhwm", "framework": "torch"}
     return {f"perfguard/{name}": value for name, value in (fields | device).items()} | {"loss": 0.5}
 
 
@@ -216,7 +216,7 @@ def test_a_dry_run_that_fails_is_made_once_for_a_proposal() -> None:
 
 
 def test_worker_without_guarded_gpu_measures_nothing() -> None:
-    """The finding: "35.0 GiB predicted, 124 KiB measured, ok, confidence high", for an A100 that no worker had."""
+    """The finding: "35.0 GiB predicted, 124 KiB measured, ok", for an A100 that no worker had."""
     search = guarded(time_budget="1s")
     callback, ledger = PerfGuardCallback(search), search.ledger
     trials = [stub(name, {"width": 8}, tag=str(number)) for number, name in enumerate("abc")]

@@ -44,7 +44,7 @@ def test_report_has_the_trials_of_the_run() -> None:
             ledger.start(f"t{number}", config, trial=number)
             ledger.entries[f"t{number}"].report = report_of_worker(peak_memory_bytes=width * 2**16)
             ledger.finish(f"t{number}", "ok")
-    report = read_report(search, log=False)
+    report = read_report(search)
     records = report.records
     assert (report.title, report.summary.device) == ("tune", BARE_A100.name)
     assert [(record.in_words, record.violates) for record in records] == [

@@ -21,7 +21,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, LogWarning, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError, LogWarning, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard.record import TrialRecord
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -251,7 +251,7 @@ def test_repair_is_in_what_a_searcher_suggests() -> None:
         (lambda: guarded_generator(OptunaSearch()), ConfigurationError, "Wrap a Searcher .* in PerfGuardSearcher"),  # type: ignore[arg-type]
         (lambda: guarded(ListSearcher([]), max_proposals=0), ConfigurationError, "max_proposals must be at least 1"),
         (lambda: guarded(ListSearcher([]), build=None), ConfigurationError, "build must be a function"),
-        (lambda: guarded(ListSearcher([]), gpu="a1000"), UnknownDeviceError, "a1000"),
+        (lambda: guarded(ListSearcher([]), gpu="a1000"), ConfigurationError, "a1000"),
         (lambda: PerfGuardCallback(OptunaSearch()), ConfigurationError, "PerfGuardCallback takes the PerfGuardSearcher"),
     ],
 )

@@ -36,14 +36,8 @@ MEASUREMENT = Measurement(
     note="a note",
     allocated_peak_bytes=600,
     reserved_peak_bytes=700,
-    sm_utilisation=0.5,
     energy_j=12.5,
-    sm_clock_hz=1.4e9,
-    throttled="",
-    data_wait_s=0.01,
-    oom_retries=0,
     driver="550.54",
-    confidence="high",
     host="node-7",
 )
 

@@ -22,7 +22,7 @@ def a_fresh_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
     logger.handlers.clear()
     logger.propagate = True  # else pytest adds handlers of its own
-    monkeypatch.setattr(exceptions, "_logged_topics", set())
+    monkeypatch.setattr(exceptions, "_said", set())
     yield
     logger.level, logger.handlers[:], logger.propagate = before
 

@@ -329,7 +329,7 @@ def test_predictor_that_cannot_learn_warns_once(own_log: MeasurementStore) -> No
         def fine_tune(self, observations: Sequence[Observation]) -> None:
             raise ValueError("too old to learn")
 
-    with pytest.warns(UnguardedTrialWarning, match="could not learn from its log: ValueError: too old to learn"):
+    with pytest.warns(UnguardedTrialWarning, match=r"could not learn from its log \(shown once\): ValueError: too old to learn"):
         guard = Guard(DEVICE, predictor=Stubborn(), log=own_log)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

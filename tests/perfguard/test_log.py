@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from perfguard import Estimate
 from perfguard.budget import Limit, Quantity
-from perfguard.exceptions import ConfigurationError, LogCorruptError, LogVersionError, LogWarning
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
@@ -227,7 +227,7 @@ def set_version(path: Path, version: str | None) -> None:
 def test_unsound_log_file_is_named_and_left_alone(path: Path, make: Any) -> None:
     make(path)
     content = path.read_bytes()
-    with pytest.raises(LogCorruptError, match=r"log\.db is no measurement log, or is damaged .* Move it away"):
+    with pytest.raises(LogError, match=r"log\.db is no measurement log, or is damaged .* Move it away"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 
@@ -236,9 +236,7 @@ def test_log_of_another_version_is_left_as_it_is(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, "99")
     content = path.read_bytes()
-    with pytest.raises(
-        LogVersionError, match=r"log\.db has format 99, this PerfGuard reads 1; it is left as it is\. Update perfguard"
-    ):
+    with pytest.raises(LogError, match=r"log\.db has format 99, this PerfGuard reads 1; it is left as it is\. Update perfguard"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 
@@ -268,12 +266,12 @@ def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
 
 def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFGUARD_LOG", str(path))
-    MeasurementStore.default().close()
+    MeasurementStore().close()
     assert path.exists()
     monkeypatch.delenv("PERFGUARD_LOG")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(path.parent))
-    MeasurementStore.default().close()
+    MeasurementStore().close()
     assert (path.parent / "perfguard" / "log.db").exists()
 
 
@@ -433,7 +431,7 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         record(store, 2)
         store.records()
     if beside(path.parent):
-        with pytest.raises(LogCorruptError, match=r"Move it away"):
+        with pytest.raises(LogError, match=r"Move it away"):
             MeasurementStore(path)
         path.unlink()
     assert trials(path)[-2:] == [1, 2]

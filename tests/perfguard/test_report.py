@@ -18,11 +18,9 @@ import pytest
 from perfguard import Estimate, Limit, Measurement, MeasurementStore, Prediction, Verdict
 from perfguard.cli import main
 from perfguard.exceptions import ConfigurationError, LogError
-from perfguard.log import Selection
 from perfguard.record import TrialRecord
 from perfguard.report import Report, page_of, read_report, write_report
 from tests.doubles import TOY_GPU
-from tests.perfguard.log_rows import DEVICE, MEASUREMENT, record
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -103,16 +101,6 @@ def test_odd_hyperparameters_are_shown(value: Any, tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(page_of(Report(title="odd", source="test", records=records)).encode("utf-8", "replace"))
     assert path.read_text(encoding="utf-8").count("<tr data-outcome") == 1
-
-
-def test_a_doubt_belongs_to_its_own_run_of_a_study() -> None:
-    """A study that was deleted and made anew has the same name and the same numbers."""
-    with MeasurementStore(":memory:") as store:
-        for status in ("oom", "ok"):
-            store.record_measurement(record(store, 0, device=DEVICE), replace(MEASUREMENT, status=status))
-        store.set_aside(Selection(status="oom"), "a mock")
-        page = page_of(read_report(store))
-    assert page.count("reading not believed: a mock") == 1
 
 
 def test_a_log_of_several_studies_is_reported_whole_or_by_study() -> None:

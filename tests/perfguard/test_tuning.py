@@ -29,7 +29,7 @@ from perfguard import (
     trace,
 )
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogWarning, MeasurementWarning, PredictorError
-from perfguard.learning import FineTuneProcess, Learner, assess, tune_weights
+from perfguard.learning import Learner, assess, start_tuning, tune_weights
 from perfguard.workload import TensorSpec
 from tests.doubles import TOY_CPU as CPU
 from tests.doubles import ReplayPredictor
@@ -134,8 +134,6 @@ def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
 def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:
     with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
         tune_weights(log, predictor=ReplayPredictor)
-    with pytest.raises(ConfigurationError, match="min_new"):
-        tune_weights(log, min_new=0)
     fill(log, repeats=2)
     replay = ReplayPredictor()
     Learner(replay, log).update(CPU)
@@ -159,16 +157,11 @@ def test_damaged_weights_are_refused_once_and_replaced(log: MeasurementStore) ->
 
 
 @pytest.mark.slow
-def test_fine_tune_process_starts_after_enough_runs(log: MeasurementStore) -> None:
+def test_fine_tuning_is_a_process(log: MeasurementStore) -> None:
     """The real command on the real predictor; whether it promotes is the rules' affair."""
     fill(log)
     assert log.url is not None
-    process = FineTuneProcess(log.url, "guardnet", every=2)
-    process.wake()
-    assert process._child is None
-    process.wake()
-    assert process._child is not None
-    assert process._child.wait(120) == 0
+    assert start_tuning(log.url, "guardnet").wait(120) == 0
 
 
 WORKLOAD = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
@@ -227,10 +220,10 @@ def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch
     guard.log.close()
 
 
-def test_fine_tune_process_that_cannot_start(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_tuning_that_cannot_start(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=log, refine=True)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert guard._fine_tuning is not None
-    guard._fine_tuning._every = 1
+    guard._num_runs = 23
+    launch(guard)
     with pytest.warns(LogWarning, match="could not start its learner"):
         launch(guard)

@@ -125,7 +125,7 @@ def measured_columns(measurement: Measurement, num_steps: int) -> Columns:
         "step_time_ms": _text(measurement.step_time_s if is_timed else None, 1e3),
         "num_steps": str(num_steps) if num_steps else "",
         "framework": measurement.framework,
-        "note": "; ".join(filter(None, [measurement.note, measurement.throttled])),
+        "note": measurement.note,
     }
 
 

@@ -192,8 +192,8 @@ def test_script_that_fails_after_its_training_is_judged_by_its_step(write: Write
     assert main(["check", script, *GPU, "--max-trial-time", "1h", "--steps", "600"]) == 0
 
 
-def test_rank_takes_a_script_too(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rank", write(TRAINING), "--gpus", "t4,cpu", "--json"]) == 0
+def test_a_script_is_predicted_on_several_devices(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", write(TRAINING), "--gpu", "t4,cpu", "--json"]) == 0
     assert {row["gpu"] for row in json.loads(capsys.readouterr().out) if row["total_time_s"]} == {"t4", "cpu"}
 
 

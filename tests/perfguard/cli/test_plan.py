@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from perfguard.cli import main
-from perfguard.cli.plan import _foreseen_samples, _ways_in_words
+from perfguard.cli.plan import _ways_in_words
 from perfguard.cli.script import capture_script
 
 TRAINING = """
@@ -81,18 +81,6 @@ def test_values_may_be_spelt_as_a_shell_leaves_them(spelling: str) -> None:
     assert _ways_in_words([*spelling.split(), "--c"], ["--lr", "1"]) == [*ways, ["--lr", "1", "--n", "2", "--c"]]
     assert _ways_in_words(["a.b=1,2"], []) == [[], ["a.b=1"], ["a.b=2"]]
     assert _ways_in_words(["--n=1", "--n=2"], []) == [[], ["--n=1"], ["--n=2"]]  # as bash expands --n={1,2}
-
-
-def test_samples_of_a_step_are_foreseen_where_they_are_in_proportion() -> None:
-    def foreseen(words: str, *known: tuple[str, int]) -> set[int]:
-        return _foreseen_samples(words.split(), [(others.split(), samples) for others, samples in known])
-
-    assert foreseen("--micro 4 --acc 2") == set()
-    assert foreseen("--micro 4 --acc 2", ("--micro 1 --acc 2", 16)) == {16, 64}
-    known = ("--micro 1 --acc 2", 16), ("--micro 2 --acc 2", 32), ("--micro 1 --acc 4", 32)
-    assert foreseen("--micro 4 --acc 8", *known) == {256}
-    assert foreseen("--micro 4 --acc 8 --seed 3", *known) == set()  # other words
-    assert foreseen("--micro 4 --acc 8", *known, ("--micro 4 --acc 1", 40)) == set()  # they are not in proportion
 
 
 # --- What is found --------------------------------------------------------------------------------------------------------------
@@ -204,7 +192,6 @@ def test_trainer_is_tried_with_all_that_leaves_the_samples_of_a_step_alone(plan:
         (["train.py", "--gpus", "a100", "--try", "8"], "--try takes words with the values to try"),
         (["train.py", "--try", "--n", "1,2", "--gpus", "a100"], "--gpus follows --try, .* Put --try last"),
         (["train.py", "--gpus", "a100", "--try", "--n", "1,2,3,4", "--m", "1,2,3,4", "--k", "1,2,3,4"], "makes 65 combinations"),
-        (["train.py", "--gpus", "a100", "--allow-8bit", "--try", "--n", "1,2"], "--allow-8bit is for a script of Hugging Face"),
     ],
 )
 def test_wrong_usage_is_explained(

@@ -11,7 +11,7 @@ import pytest
 
 from perfguard.devices import catalog, resolve_device
 from perfguard.devices.catalog import find, is_short_for, look_up
-from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError
 
 CATALOG = json.loads(resources.files("perfguard.devices").joinpath("catalog.json").read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = {entry["id"]: entry for entry in CATALOG["devices"]}
@@ -127,7 +127,7 @@ def test_a_mig_slice_goes_by_its_card_and_profile(name: str, id_: str, gib: floa
     ],
 )
 def test_a_slice_that_does_not_exist_names_those_that_do(name: str, message: str) -> None:
-    with pytest.raises(UnknownDeviceError, match=re.escape(message)):
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
         resolve_device(name)
 
 
@@ -159,6 +159,6 @@ def test_a_relative_of_a_card_is_not_that_card(name: str) -> None:
     ],
 )
 def test_find_of_unknown_name_suggests_nearest(name: str, suggestion: str) -> None:
-    with pytest.raises(UnknownDeviceError, match=suggestion) as caught:
+    with pytest.raises(ConfigurationError, match=suggestion) as caught:
         find(name)
     assert isinstance(caught.value, ConfigurationError)

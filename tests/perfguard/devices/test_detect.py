@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from perfguard.devices import catalog, cpu, detect, detect_gpu, resolve_device
-from perfguard.exceptions import ConfigurationError, MeasuringError, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError, MeasuringError
 
 _T = TypeVar("_T")
 
@@ -141,7 +141,7 @@ def test_no_nvml_no_driver_and_no_gpu_are_no_device(monkeypatch: pytest.MonkeyPa
 
 def test_a_name_is_looked_up_without_asking_nvml() -> None:
     assert resolve_device("a100", nvml=FakeNvml(installed=False)) is catalog()["a100-pcie-40gb"]
-    with pytest.raises(UnknownDeviceError, match="Did you mean 'a100'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'a100'"):
         resolve_device("a1000")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -211,22 +210,3 @@ def test_warm_up_is_first_step_and_tenth_of_others(clock: Any, seconds: list[flo
     assert timer.step_time_s() == step_time_s
     assert timer.num_steps == len(seconds)
     assert timer.durations_s == seconds[1:]
-
-
-def test_a_run_tells_its_loaders_wait(clock: Any) -> None:
-    def loader() -> itertools.chain[int]:
-        def slow() -> int:
-            clock.now_s += 5.0
-            return 1
-
-        return itertools.chain(slow() for _ in range(6))
-
-    run = Run(resolve_device("cpu")).start()
-    seen = []
-    for batch in run.batches(loader()):
-        seen.append(batch)
-        clock.now_s += 2.0
-        run.step()
-    measurement = run.finish()
-    assert seen == [1] * 6
-    assert (measurement.step_time_s, measurement.data_wait_s, measurement.num_steps) == (2.0, 5.0, 6)

@@ -104,8 +104,12 @@ def test_a_newer_version_says_what_to_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "match"),
     [
-        ([node("Add", "x b", "a"), node("Exp", "a", "b"), node("Exp", "b", "y")], r"is cyclic: operator 0 \(Add\)"),
-        ([node("Exp", "nothing", "y")], "lacks 'nothing', which operator 0"),
+        (
+            [node("Add", "x b", "a"), node("Exp", "a", "b"), node("Exp", "b", "y")],
+            r"reads 'b' in operator 0 \(Add\) before it is made",
+        ),
+        ([node("Sqrt", "a", "y"), node("Exp", "x", "a")], r"reads 'a' in operator 0 \(Sqrt\) before it is made"),
+        ([node("Exp", "nothing", "y")], "reads 'nothing' in operator 0"),
         ([node("Exp", "x", "y"), node("Exp", "x", "y")], "makes 'y' twice"),
         ([node("Exp", "x", "z")], "never makes its output 'y'"),
         ([], "has no operators"),
@@ -118,12 +122,6 @@ def test_a_newer_version_says_what_to_update(tmp_path: Path) -> None:
 )
 def test_a_graph_that_contradicts_the_specification_is_refused(tmp_path: Path, nodes: list[onnx.NodeProto], match: str) -> None:
     refused(tmp_path, model_of(nodes, shape=(2, 3, 4)), match)
-
-
-def test_operators_out_of_order_are_sorted(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    onnx.save(model_of([node("Sqrt", "a", "y"), node("Exp", "x", "a")]), path)
-    assert [op.name for op in graph_from_onnx(path).ops] == ["exp", "sqrt"]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2**40, 3), (-5, 3), (2**31 - 1, 2**31 - 1)])
@@ -140,24 +138,18 @@ def test_operator_making_absurd_tensor_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, model_of([helper.make_node("Expand", ["x", "s"], ["y"])], [sizes]), r"more than 2\^40 elements")
 
 
-@pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "a/../../secret", "link/secret", "", "..\\secret", "a\0b"])
-def test_external_values_stay_in_the_models_folder(tmp_path: Path, location: str) -> None:
+@pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "link/secret", "", "a\0b"])
+def test_external_values_are_never_opened(tmp_path: Path, location: str) -> None:
     (tmp_path / "link").symlink_to("/etc")
+    os.mkfifo(tmp_path.parent / "secret")  # whoever opens it waits for ever
     tensor = onnx.TensorProto(dims=[16], data_type=FLOAT, name="w", data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=location)
-    refused(tmp_path, model_of([helper.make_node("Add", ["x", "w"], ["y"])], weights=[tensor]), "outside its folder")
-
-
-def test_external_values_in_subgraphs_are_checked(tmp_path: Path) -> None:
-    """So are those in constants."""
-    tensor = onnx.TensorProto(dims=[16], data_type=FLOAT, name="w", data_location=TensorProto.EXTERNAL)
-    tensor.external_data.add(key="location", value="../secret")
-    refused(tmp_path, model_of([node("Constant", "", "c", value=tensor), IDENTITY]), "outside its folder")
-    out = helper.make_tensor_value_info("b", FLOAT, [16])
-    branch = helper.make_graph([node("Add", "x w", "b")], "b", [], [out], [tensor])
-    condition = numpy_helper.from_array(np.array(True), "c")
-    conditional = node("If", "c", "y", then_branch=branch, else_branch=branch)
-    refused(tmp_path, model_of([conditional], weights=[condition]), "outside its folder")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model_of([helper.make_node("Add", ["x", "w"], ["y"])], weights=[tensor]).SerializeToString())
+    try:
+        assert [op.name for op in graph_from_onnx(path).ops] == ["add"]
+    finally:
+        (tmp_path.parent / "secret").unlink()
 
 
 def test_functions_that_grow_without_end_are_refused(tmp_path: Path) -> None:
