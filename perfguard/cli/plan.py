@@ -64,6 +64,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--risk", type=float, default=DEFAULT_RISK, help=f"largest accepted chance not to fit (default: {DEFAULT_RISK})"
     )
+    parser.add_argument(
+        "--allow-8bit", action="store_true", help="of a Trainer, try AdamW in 8 bits too; it rounds the optimizer's states"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--try",
@@ -97,6 +100,13 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"Expected a training script that exists, such as train.py, but got {arguments.source!r}.")
     check_risk(arguments.risk)
     words = _ways_in_words(arguments.tries, arguments.words)
+    if arguments.allow_8bit and arguments.tries:
+        raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
+    if arguments.allow_8bit:
+        try:
+            import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
+        except ImportError as error:
+            raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
     places, budget = _places(arguments), budget_of(memory=arguments.max_memory)
     for place in places:
         budget.check_device(place.device)
@@ -159,7 +169,7 @@ def _ways_in_words(tries: Sequence[str], fixed: Sequence[str]) -> list[list[str]
         if re.match(r"-+[^\W\d]|[\w.]+=", word):
             name, equals, given = word.partition("=")
             name += equals
-            if re.fullmatch("--(gpus|network|max-memory|price-per-hour|samples-per-step|risk|json)=?", name):
+            if re.fullmatch("--(gpus|network|max-memory|price-per-hour|samples-per-step|risk|allow-8bit|json)=?", name):
                 raise ConfigurationError(f"{name} follows --try, and is then a word of the script's. Put --try last.")
         elif not name:
             raise ConfigurationError(
@@ -214,7 +224,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
             if asked and not setup:
                 total = total or asked[0].micro_batch * asked[0].accumulation * place.num_gpus
                 each, rest = divmod(total, place.num_gpus)
-                others = setups(asked[0], samples=each, world_size=place.num_gpus)
+                others = setups(asked[0], samples=each, world_size=place.num_gpus, allows_8bit=arguments.allow_8bit)
                 ways += [(way, other) for other in others if other != asked[0] and not rest]
 
 

@@ -30,11 +30,14 @@ class Setup(NamedTuple):
     accumulation: int
     """Passes of an optimizer step."""
     checkpointing: bool
+    optimizer: str
+    """As TrainingArguments name it."""
     sharding: bool
     """Whether it is FSDP2 or another sharding of the script's own. Without, several GPUs run DDP."""
 
     def __str__(self) -> str:
-        words = {"checkpointing": self.checkpointing, "sharded": self.sharding}
+        rounded = f"{self.optimizer} (rounds its states)"
+        words = {"checkpointing": self.checkpointing, "sharded": self.sharding, rounded: "8bit" in rounded}
         return ", ".join([f"micro-batch {self.micro_batch} x {self.accumulation}", *(word for word in words if words[word])])
 
     def arguments(self, before: Setup) -> dict[str, Any]:
@@ -43,17 +46,21 @@ class Setup(NamedTuple):
         changed: dict[str, Any] = {name: new for name, old, new in pairs if new != old}
         if self.checkpointing != before.checkpointing:
             changed["gradient_checkpointing"] = self.checkpointing
+        if self.optimizer != before.optimizer:
+            changed["optim"] = self.optimizer
         if self.sharding != before.sharding:
             changed |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
         return changed
 
 
-def setups(before: Setup, *, samples: int, world_size: int) -> Iterator[Setup]:
-    """Yield each way to learn from ``samples`` on each GPU in a step."""
+def setups(before: Setup, *, samples: int, world_size: int, allows_8bit: bool) -> Iterator[Setup]:
+    """Yield each way to learn from ``samples`` on each GPU in a step. Only ``allows_8bit`` changes the optimizer's rounding."""
     passes = sorted(number for number in {*_ACCUMULATIONS, before.accumulation} if samples % number == 0)
-    shardings = {before.sharding, before.sharding or world_size > 1}
-    for number, checkpointing, sharding in itertools.product(passes, [False, True], sorted(shardings)):
-        yield Setup(samples // number, number, checkpointing, sharding)
+    can_shard = world_size > 1 and not before.sharding
+    can_shrink = allows_8bit and before.optimizer.startswith("adamw_torch")
+    shardings, optimizers = [before.sharding] + [True] * can_shard, [before.optimizer] + ["adamw_8bit"] * can_shrink
+    for number, checkpointing, optimizer, sharding in itertools.product(passes, [False, True], optimizers, shardings):
+        yield Setup(samples // number, number, checkpointing, optimizer, sharding)
 
 
 def ask_for_setup(ask: Callable[[Setup], Setup]) -> None:
@@ -105,5 +112,6 @@ def _setup_of(arguments: Any) -> Setup:
         arguments.per_device_train_batch_size,
         arguments.gradient_accumulation_steps,
         bool(arguments.gradient_checkpointing if checkpointing is None else checkpointing),
+        str(getattr(arguments.optim, "value", arguments.optim)),
         bool(arguments.fsdp or arguments.deepspeed),
     )

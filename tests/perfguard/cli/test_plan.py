@@ -192,6 +192,7 @@ def test_trainer_is_tried_with_all_that_leaves_the_samples_of_a_step_alone(plan:
         (["train.py", "--gpus", "a100", "--try", "8"], "--try takes words with the values to try"),
         (["train.py", "--try", "--n", "1,2", "--gpus", "a100"], "--gpus follows --try, .* Put --try last"),
         (["train.py", "--gpus", "a100", "--try", "--n", "1,2,3,4", "--m", "1,2,3,4", "--k", "1,2,3,4"], "makes 65 combinations"),
+        (["train.py", "--gpus", "a100", "--allow-8bit", "--try", "--n", "1,2"], "--allow-8bit is for a script of Hugging Face"),
     ],
 )
 def test_wrong_usage_is_explained(
