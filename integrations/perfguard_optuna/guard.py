@@ -792,14 +792,10 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
 
 def prune_if_ran_out(error: BaseException | None, ranks: Ranks | None = None) -> None:
     """Turn an error of memory or of the hard time limit into a pruned trial. Of several ``ranks``, all do or none does."""
-    is_own = ran_out_of_memory(error)
-    ends = ranks.end_together if ranks is not None else is_own or isinstance(error, TimeLimitReached)
-    if error is None or not ends:
-        return
-    free_memory(error)
-    if is_own:
-        raise optuna.TrialPruned(f"ran out of memory: {error}") from error
-    raise optuna.TrialPruned(str(error) if ranks is None else f"another rank ran out of memory, and here: {error}") from error
+    is_oom = ran_out_of_memory(error) if ranks is None else ranks.end_together
+    if error is not None and (is_oom or (ranks is None and isinstance(error, TimeLimitReached))):
+        free_memory(error)
+        raise optuna.TrialPruned(f"ran out of memory: {error}" if is_oom else str(error)) from error
 
 
 def trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial | None:

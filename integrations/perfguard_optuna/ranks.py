@@ -31,10 +31,12 @@ import optuna
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning, warn_user
 from perfguard.measure import Measurement, Status
-from perfguard.repair import Repair
+from perfguard.repair import AS_PROPOSED, Repair
 
 LONGEST_WAIT_S = 60.0
 """How long a rank that has ended its trial waits for the others to end theirs. They run in lockstep until then."""
+_LONGEST_VERDICT = datetime.timedelta(minutes=30)
+"""As long as a TorchDistributedTrial waits for rank 0."""
 _WORSE: tuple[Status, ...] = ("ok", "interrupted", "failed", "timeout", "oom")
 """The last of these that a rank ended with is the trial's: the other ranks fail because that one does."""
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -71,25 +73,21 @@ class Ranks:
     """
 
     def __init__(self, name: str) -> None:
-        c10d: Any = sys.modules["torch"].distributed.distributed_c10d
-        self._rank, self._size, self._name = c10d.get_rank(), c10d.get_world_size(), name
-        self._is_first = True
-        self._begin()
+        self._name, self._num_tries = name, 0
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a try of the trial. All ranks do."""
         c10d: Any = sys.modules["torch"].distributed.distributed_c10d
+        self._rank, self._size = c10d.get_rank(), c10d.get_world_size()
         # The group's store has no public name (PyTorch 1.8 to 2.13).
         self._store = c10d.PrefixStore(f"perfguard/{self._name}/{next(_numbers[self._name])}", c10d._get_default_store())
+        self._num_tries += 1
         self._is_over = False
         self.end_together = False
         """Whether all ranks have ended the trial, at least one of them out of memory, and can go on together."""
         self.repeat = False
-        """Whether the trial can run once more on all ranks: none has completed it, and this was the first try."""
-
-    def begin_again(self) -> None:
-        """Begin the second try of the trial. All ranks do."""
-        self._is_first = False
-        self._begin()
+        """Whether they can run it once more: none has completed it, and this was the first try."""
 
     @classmethod
     def of(cls, trial: optuna.Trial | None, name: str) -> Ranks | None:
@@ -130,7 +128,7 @@ class Ranks:
             UnguardedTrialError: if rank 0 could not begin it.
         """
         self._store.set(f"joined/{self._rank}", "")
-        self._store.wait(["verdict"], datetime.timedelta(minutes=30))  # as long as a TorchDistributedTrial waits for rank 0
+        self._store.wait(["verdict"], _LONGEST_VERDICT)
         shared: dict[str, Any] = json.loads(self._store.get("verdict"))
         if "pruned" in shared:
             raise optuna.TrialPruned(shared["pruned"])
@@ -139,19 +137,10 @@ class Ranks:
         return shared
 
     def repair(self, find: Callable[[], Repair]) -> Repair:
-        """Return on all ranks what ``find`` returns on rank 0. All ranks call it.
-
-        Raises:
-            UnguardedTrialError: if rank 0 has ended the trial without a call.
-        """
+        """Return on all ranks what ``find`` returns on rank 0, which has none if it ends before. All ranks call it."""
         if self._rank == 0:
-            found = find()
-            self._store.set("repair", json.dumps(asdict(found)))
-            return found
-        while not self._store.check(["repair"]):
-            if self._store.check(["ended/0"]) and not self._store.check(["repair"]):
-                raise UnguardedTrialError("Rank 0 has ended the trial without a call of repair_of. Call it on all ranks.")
-            time.sleep(0.01)
+            self._store.set("repair", json.dumps(asdict(find())))
+        self._store.wait(["repair"], _LONGEST_VERDICT)
         return Repair(**json.loads(self._store.get("repair")))
 
     def end(self, own: Measurement | None, status: Status) -> Measurement | None:
@@ -178,6 +167,8 @@ class Ranks:
                 if not missing or not waits or time.monotonic() >= ends_at:
                     break
                 time.sleep(0.01)
+            if self._rank == 0:
+                self._store.compare_set("repair", "", json.dumps(asdict(AS_PROPOSED)))  # for ranks that ask too late
             if fails:
                 self._agree(ended, missing)
         except RuntimeError:  # the process that keeps the store is gone
@@ -189,22 +180,17 @@ class Ranks:
     def _agree(self, ended: Mapping[int, Mapping[str, Any]], missing: Sequence[int]) -> None:
         """Agree with the other ranks on whether they end the trial together. The first rank that knows decides for all."""
         ran_out = [rank for rank, one in ended.items() if one["status"] == "oom"]
+        begun = {(group, number) for one in ended.values() for group, number in one["collectives"].items()}
         why = ""
         if not ran_out:
             why = f"rank {self._rank} had failed before"
         elif missing:
             why = f"{_named(missing)} had not ended it {LONGEST_WAIT_S:g} s later, as one that waits in a collective"
-        else:
-            names = {name for one in ended.values() for name in one["collectives"]}
-            for name in names:
-                begun = {rank: one["collectives"][name] for rank, one in ended.items() if name in one["collectives"]}
-                if len({*begun.values()}) > 1:
-                    why = "the ranks have begun different numbers of collectives: " + ", ".join(
-                        f"{number} on rank {rank}" for rank, number in sorted(begun.items())
-                    )
+        elif len(begun) > len({group for group, _ in begun}):
+            why = "the ranks have begun different numbers of collectives"
         why = json.loads(self._store.compare_set("apart", "", json.dumps(why)))
         self.end_together = not why
-        self.repeat = not why and self._is_first and all(one["status"] != "ok" for one in ended.values())
+        self.repeat = not why and self._num_tries == 1 and all(one["status"] != "ok" for one in ended.values())
         if why and ran_out:
             warn_user(
                 f"{_named(ran_out).capitalize()} ran out of memory in a trial, and {why}. So the ranks cannot end the trial "
@@ -222,7 +208,7 @@ def _collectives() -> dict[str, int]:
     counts = {}
     for group in sys.modules["torch"].distributed.distributed_c10d._world.pg_map:  # private (PyTorch 2.1 to 2.13)
         for device in group._device_types:
-            with suppress(RuntimeError):  # a backend that does not count
+            with suppress(RuntimeError, AttributeError):  # a backend that does not count
                 counts[f"{group.group_name} {device.type}"] = group._get_backend(device)._get_sequence_number_for_group()
     return counts
 

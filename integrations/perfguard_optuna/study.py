@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -174,25 +174,20 @@ class GuardedObjective:
             ConfigurationError: if several ranks run it with a setting that is for one process.
         """
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
-        if self.guard.hard_time_limit_s is not None and (ranks is not None or leads_ranks()):
+        ends_alone = self.guard.hard_time_limit_s is not None or (ranks is None and self.guard.on_oom == "repair")
+        if ends_alone and (ranks is not None or leads_ranks()):
             raise ConfigurationError(
-                "Leave out hard_time_limit, which is for trials of one process. Of several ranks (torch.distributed), one that "
-                "ends alone leaves the others waiting."
-            )
-        if self.guard.on_oom == "repair" and ranks is None and leads_ranks():
-            raise ConfigurationError(
-                "on_oom='repair' of several ranks (torch.distributed) needs perfguard_optuna.guarded(objective, ...) on all of "
-                "them, because the others have to run the trial once more, too."
+                "Leave out hard_time_limit, which is for trials of one process: of several ranks (torch.distributed), one that "
+                "ends alone leaves the others waiting. on_oom='repair' needs perfguard_optuna.guarded(...) on all of them."
             )
         token = running.set(ranks)
         try:
-            return self._follow(ranks) if trial is None else self._lead(trial, ranks)
+            return self._lead(trial, ranks) if trial is not None else self._follow(cast("Ranks", ranks))
         finally:
             running.reset(token)
 
-    def _follow(self, ranks: Ranks | None) -> float | Sequence[float]:
+    def _follow(self, ranks: Ranks) -> float | Sequence[float]:
         """Run the trial of rank 0 on another rank, and once more if all ranks do."""
-        assert ranks is not None
         try:
             with GuardedRun(self.guard, None, None, ranks):
                 return self._objective(None)  # type: ignore[arg-type]  # which makes a TorchDistributedTrial of it
@@ -200,9 +195,8 @@ class GuardedObjective:
             if self.guard.on_oom == "prune" or not ranks.repeat:
                 raise
             free_memory(error)
-        ranks.begin_again()
-        with GuardedRun(self.guard, None, None, ranks):
-            return self._objective(None)  # type: ignore[arg-type]
+        ranks.begin()
+        return self._follow(ranks)
 
     def _lead(self, trial: optuna.Trial, ranks: Ranks | None) -> float | Sequence[float]:
         guard, study = self.guard, trial.study
@@ -237,7 +231,7 @@ class GuardedObjective:
                 if ranks is not None:
                     if not ranks.repeat:
                         raise
-                    ranks.begin_again()
+                    ranks.begin()
                 free_memory(error)
                 with ranks.judging() if ranks else nullcontext():
                     if not trial.known.try_again(build):
@@ -413,16 +407,14 @@ def repair_of(trial: optuna.Trial) -> Repair:
         ConfigurationError: for a TorchDistributedTrial in an objective that is not `guarded` on all ranks.
     """
     own, ranks = own_trial(trial), running.get()
-    if isinstance(own, DryTrial):
-        return AS_PROPOSED
-    if ranks is not None:
+    if ranks is not None and not isinstance(own, DryTrial):
         return ranks.repair(lambda: _own_repair(own))
-    if own is not trial:
+    if own is not trial and not isinstance(own, DryTrial):
         raise ConfigurationError(
             "repair_of takes a TorchDistributedTrial only in an objective that perfguard_optuna.guarded(objective, ...) runs on "
             "all ranks. Elsewhere, all ranks have run.repair of `with guard.trial(trial, ...) as run`."
         )
-    return _own_repair(trial)
+    return _own_repair(own)
 
 
 def _own_repair(trial: optuna.Trial) -> Repair:

@@ -65,9 +65,7 @@ class HostUse:
 
     def has_offloaded(self, value: Any) -> bool:
         """Whether a tensor in ``value`` is offloaded."""
-        return bool(self._kept) and any(
-            not tensor.is_meta and self._kept.get(tensor.untyped_storage(), False) for tensor in tensors_in(value)
-        )
+        return any(self._kept.get(tensor.untyped_storage(), False) for tensor in tensors_in(value)) if self._kept else False
 
     def _drop(self, num_bytes: int) -> None:
         self._kept_bytes -= num_bytes

@@ -301,11 +301,12 @@ def run_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     from torch.distributed.tensor import DTensor
 
     name = func._schema.name
-    if not name.startswith("aten::_foreach_") or name.endswith(("norm", "max")):
+    if not name.startswith(("aten::_foreach_", "aten::_fused_")) or name.endswith(("norm", "max")):
         return NotImplemented
     if any(isinstance(arg, torch.Tensor) for arg in args):  # clipping multiplies by a norm, which lies otherwise
         return NotImplemented
-    lists: list[Any] = [arg for arg in args if type(arg) in (list, tuple) and isinstance(arg[0], torch.Tensor)]
+    # The others are counters of steps: a fused optimizer reads them, and they are whole on each rank.
+    lists: list[Any] = [arg for arg in args if type(arg) in (list, tuple) and any(isinstance(x, DTensor) for x in arg)]
     for alike in zip(*lists, strict=True):
         if not all(isinstance(x, DTensor) and x.placements == alike[0].placements for x in alike):
             return NotImplemented
