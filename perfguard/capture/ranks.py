@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
@@ -177,7 +178,7 @@ def _leave_the_group() -> None:
 def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse, device_kind: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils, _flat_param, _init_utils
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
-    from torch.distributed.tensor import _dispatch
+    from torch.distributed.tensor import _dispatch, _sharding_prop
     from torch.nn.parallel import distributed as ddp
 
     def nothing(_: Any) -> Callable[..., None]:
@@ -186,6 +187,8 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
         replace(ddp, name, nothing)
     replace(ddp.DistributedDataParallel, "__init__", _without_devices)
+    # DTensor runs each operator once on fake tensors, as large as the whole ones, to know the shape of its result.
+    replace(_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda own: _disable_current_modes()(own))
     replace(_dispatch, "is_rng_supported_mesh", nothing)  # random numbers of a GPU have a state, which is compared
     replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", nothing)
     for module in (_fsdp_param, _fsdp_param_group) if device_kind == "cpu" else ():  # there, nothing moves
@@ -301,12 +304,11 @@ def run_foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     from torch.distributed.tensor import DTensor
 
     name = func._schema.name
-    if not name.startswith(("aten::_foreach_", "aten::_fused_")) or name.endswith(("norm", "max")):
+    if not name.startswith("aten::_foreach_") or name.endswith(("norm", "max")):
         return NotImplemented
     if any(isinstance(arg, torch.Tensor) for arg in args):  # clipping multiplies by a norm, which lies otherwise
         return NotImplemented
-    # The others are counters of steps: a fused optimizer reads them, and they are whole on each rank.
-    lists: list[Any] = [arg for arg in args if type(arg) in (list, tuple) and any(isinstance(x, DTensor) for x in arg)]
+    lists: list[Any] = [arg for arg in args if type(arg) in (list, tuple) and isinstance(arg[0], torch.Tensor)]
     for alike in zip(*lists, strict=True):
         if not all(isinstance(x, DTensor) and x.placements == alike[0].placements for x in alike):
             return NotImplemented

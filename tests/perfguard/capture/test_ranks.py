@@ -150,8 +150,8 @@ def test_offloaded_shards_gradients_and_states_are_on_the_host(pins: bool, fused
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pins))
         if not pins:
             model.to_empty(device="cpu")
-            nn.init.normal_(model[0].weight)
-        assert model[0].weight.device.type == "cpu"
+            nn.init.normal_(next(model.parameters()))
+        assert next(model.parameters()).device.type == "cpu"
         optimizer = torch.optim.Adam(model.parameters(), fused=fused)
         for (x,) in DataLoader(TensorDataset(torch.zeros(16, 1000)), 4):
             optimizer.zero_grad()
