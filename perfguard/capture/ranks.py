@@ -188,7 +188,7 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse
         replace(ddp, name, nothing)
     replace(ddp.DistributedDataParallel, "__init__", _without_devices)
     # DTensor runs each operator once on fake tensors, as large as the whole ones, to know the shape of its result.
-    replace(_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda own: _disable_current_modes()(own))
+    replace(_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached", _disable_current_modes())
     replace(_dispatch, "is_rng_supported_mesh", nothing)  # random numbers of a GPU have a state, which is compared
     replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", nothing)
     for module in (_fsdp_param, _fsdp_param_group) if device_kind == "cpu" else ():  # there, nothing moves
