@@ -727,7 +727,8 @@ class GuardedRun:
         elif self._run is not None and self._ranks is not None:
             how = _how_ended(error)
             self.measurement = self._ranks.end(self._guard._end_run(self._run, how), how.status)
-        if not self._guard.ends_or_repeats:  # else the objective around it has to end
+        is_last = self._trial is None and self._ranks is not None and not self._ranks.repeat
+        if is_last or not self._guard.ends_or_repeats:  # else the objective around it has to end
             prune_if_ran_out(error, self._ranks)
 
     def __del__(self) -> None:
@@ -790,9 +791,9 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
 
 
 def prune_if_ran_out(error: BaseException | None, ranks: Ranks | None = None) -> None:
-    """Turn an error of memory or of the hard time limit into a pruned trial. Not on one of several ``ranks`` alone."""
-    is_oom = ran_out_of_memory(error)
-    if error is not None and (is_oom or isinstance(error, TimeLimitReached)) and not (ranks is not None and ranks.missing):
+    """Turn an error of memory or of the hard time limit into a pruned trial. Of several ``ranks``, all do or none does."""
+    is_oom = ran_out_of_memory(error) if ranks is None else ranks.end_together
+    if error is not None and (is_oom or (ranks is None and isinstance(error, TimeLimitReached))):
         free_memory(error)
         raise optuna.TrialPruned(f"ran out of memory: {error}" if is_oom else str(error)) from error
 

@@ -5,7 +5,12 @@ so no rank waits for ever for one that has failed. Each trial has keys of its ow
 
     joined/RANK    another rank has begun the trial
     verdict        what rank 0 decided: the columns of the verdict, or the error that ends the trial on all ranks
-    ended/RANK     what the trial cost there
+    repair         what `repair_of` returns on all ranks
+    ended/RANK     how the trial ended there, how many collectives it took part in, and what it cost
+    apart          after an error of memory: why the ranks do not end the trial together. Empty: they do
+
+After an error of memory, ranks go on together only if no collective waits for one that will not come: each has ended the trial,
+and has begun as many collectives as the others. The first rank that knows decides, and the others read what it has decided.
 """
 
 from __future__ import annotations
@@ -16,18 +21,22 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from typing import Any
 
 import optuna
 
-from perfguard.exceptions import ConfigurationError, UnguardedTrialError
+from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning, warn_user
 from perfguard.measure import Measurement, Status
+from perfguard.repair import AS_PROPOSED, Repair
 
 LONGEST_WAIT_S = 60.0
 """How long a rank that has ended its trial waits for the others to end theirs. They run in lockstep until then."""
+_LONGEST_VERDICT = datetime.timedelta(minutes=30)
+"""As long as a TorchDistributedTrial waits for rank 0."""
 _WORSE: tuple[Status, ...] = ("ok", "interrupted", "failed", "timeout", "oom")
 """The last of these that a rank ended with is the trial's: the other ranks fail because that one does."""
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -36,6 +45,10 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 def own_trial(trial: Any) -> Any:
     """Return Optuna's trial behind a TorchDistributedTrial, which is None on all ranks but 0. Any other trial is its own."""
     return trial._delegate if type(trial).__name__ == "TorchDistributedTrial" else trial  # private (optuna-integration 3 to 5)
+
+
+running: ContextVar[Ranks | None] = ContextVar("running", default=None)
+"""The ranks that run a guarded objective at the moment."""
 
 
 def leads_ranks() -> bool:
@@ -60,12 +73,21 @@ class Ranks:
     """
 
     def __init__(self, name: str) -> None:
+        self._name, self._num_tries = name, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a try of the trial. All ranks do."""
         c10d: Any = sys.modules["torch"].distributed.distributed_c10d
         self._rank, self._size = c10d.get_rank(), c10d.get_world_size()
         # The group's store has no public name (PyTorch 1.8 to 2.13).
-        self._store = c10d.PrefixStore(f"perfguard/{name}/{next(_numbers[name])}", c10d._get_default_store())
-        self.missing: list[int] = []
-        """The other ranks that had not ended the trial when this rank did."""
+        self._store = c10d.PrefixStore(f"perfguard/{self._name}/{next(_numbers[self._name])}", c10d._get_default_store())
+        self._num_tries += 1
+        self._is_over = False
+        self.end_together = False
+        """Whether all ranks have ended the trial, at least one of them out of memory, and can go on together."""
+        self.repeat = False
+        """Whether they can run it once more: none has completed it, and this was the first try."""
 
     @classmethod
     def of(cls, trial: optuna.Trial | None, name: str) -> Ranks | None:
@@ -106,7 +128,7 @@ class Ranks:
             UnguardedTrialError: if rank 0 could not begin it.
         """
         self._store.set(f"joined/{self._rank}", "")
-        self._store.wait(["verdict"], datetime.timedelta(minutes=30))  # as long as a TorchDistributedTrial waits for rank 0
+        self._store.wait(["verdict"], _LONGEST_VERDICT)
         shared: dict[str, Any] = json.loads(self._store.get("verdict"))
         if "pruned" in shared:
             raise optuna.TrialPruned(shared["pruned"])
@@ -114,30 +136,81 @@ class Ranks:
             raise UnguardedTrialError(f"Rank 0 could not begin the trial: {shared['error']}")
         return shared
 
+    def repair(self, find: Callable[[], Repair]) -> Repair:
+        """Return on all ranks what ``find`` returns on rank 0, which has none if it ends before. All ranks call it."""
+        if self._rank == 0:
+            self._store.set("repair", json.dumps(asdict(find())))
+        self._store.wait(["repair"], _LONGEST_VERDICT)
+        return Repair(**json.loads(self._store.get("repair")))
+
     def end(self, own: Measurement | None, status: Status) -> Measurement | None:
         """Tell the other ranks that this one has ended the trial. On rank 0, return what it cost on all that have ended it.
 
-        Rank 0 waits for the others if it has measured the trial. Another rank waits only if it ran out of memory: the trial is
-        pruned if all have ended it. A rank that ends it alone must fail, because the others wait for it in a collective of the
-        trial.
+        Rank 0 waits for the others if it has measured the trial. Another rank waits only after an error of memory, its own or
+        one that another rank has told of: the ranks end the trial together, if that is possible (:attr:`end_together`).
         """
-        self.missing = others = [rank for rank in range(self._size) if rank != self._rank]
-        is_merged = self._rank == 0 and own is not None and status == "ok"
-        ends_at = time.monotonic() + (LONGEST_WAIT_S if is_merged or status == "oom" else 0.0)
+        if self._is_over:
+            return None
+        self._is_over = True
+        is_merged, fails = self._rank == 0 and own is not None and status == "ok", status in ("oom", "failed")
+        ends_at = time.monotonic() + LONGEST_WAIT_S
+        told = {"status": status, "collectives": _collectives(), "measured": None if own is None else asdict(own)}
+        ended: dict[int, dict[str, Any]] = {self._rank: told}
         try:
-            self._store.set(f"ended/{self._rank}", json.dumps(None if own is None else asdict(own)))
-            others = [rank for rank in others if rank == 0 or self._store.check([f"joined/{rank}"])]
-            while missing := [rank for rank in others if not self._store.check([f"ended/{rank}"])]:
-                if time.monotonic() >= ends_at:
+            self._store.set(f"ended/{self._rank}", json.dumps(told))
+            ranks = [rank for rank in range(self._size) if rank in (0, self._rank) or self._store.check([f"joined/{rank}"])]
+            while True:
+                new = [rank for rank in ranks if rank not in ended and self._store.check([f"ended/{rank}"])]
+                ended |= {rank: json.loads(self._store.get(f"ended/{rank}")) for rank in new}
+                missing = [rank for rank in ranks if rank not in ended]
+                waits = is_merged or (fails and any(one["status"] == "oom" for one in ended.values()))
+                if not missing or not waits or time.monotonic() >= ends_at:
                     break
                 time.sleep(0.01)
-            ended = {rank: json.loads(self._store.get(f"ended/{rank}")) for rank in others if rank not in missing}
+            if self._rank == 0:
+                self._store.compare_set("repair", "", json.dumps(asdict(AS_PROPOSED)))  # for ranks that ask too late
+            if fails:
+                self._agree(ended, missing)
         except RuntimeError:  # the process that keeps the store is gone
             return own
-        self.missing = missing
         if self._rank or own is None:
             return own
-        return _of_all({0: own} | {rank: Measurement(**fields) for rank, fields in ended.items() if fields}, missing)
+        return _of_all({rank: Measurement(**one["measured"]) for rank, one in ended.items() if one["measured"]}, missing)
+
+    def _agree(self, ended: Mapping[int, Mapping[str, Any]], missing: Sequence[int]) -> None:
+        """Agree with the other ranks on whether they end the trial together. The first rank that knows decides for all."""
+        ran_out = [rank for rank, one in ended.items() if one["status"] == "oom"]
+        begun = {(group, number) for one in ended.values() for group, number in one["collectives"].items()}
+        why = ""
+        if not ran_out:
+            why = f"rank {self._rank} had failed before"
+        elif missing:
+            why = f"{_named(missing)} had not ended it {LONGEST_WAIT_S:g} s later, as one that waits in a collective"
+        elif len(begun) > len({group for group, _ in begun}):
+            why = "the ranks have begun different numbers of collectives"
+        why = json.loads(self._store.compare_set("apart", "", json.dumps(why)))
+        self.end_together = not why
+        self.repeat = not why and self._num_tries == 1 and all(one["status"] != "ok" for one in ended.values())
+        if why and ran_out:
+            warn_user(
+                f"{_named(ran_out).capitalize()} ran out of memory in a trial, and {why}. So the ranks cannot end the trial "
+                "together, and it fails on each. Start the study again, with a lower memory_budget or risk.",
+                UnguardedTrialWarning,
+            )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _collectives() -> dict[str, int]:
+    """How many collectives this process has begun in each of its groups. One more than on another rank waits for that rank."""
+    counts = {}
+    for group in sys.modules["torch"].distributed.distributed_c10d._world.pg_map:  # private (PyTorch 2.1 to 2.13)
+        for device in group._device_types:
+            with suppress(RuntimeError, AttributeError):  # a backend that does not count
+                counts[f"{group.group_name} {device.type}"] = group._get_backend(device)._get_sequence_number_for_group()
+    return counts
 
 
 def _of_all(measured: Mapping[int, Measurement], missing: Sequence[int]) -> Measurement:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -31,10 +31,10 @@ from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild, CapturedTrial
 from perfguard_optuna.attributes import PREFIX, has_verdict
-from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
+from perfguard_optuna.capture import DryTrial, Objective, ObjectiveBuild, SelfDescribed, leave_study
 from perfguard_optuna.guard import GuardedRun, KnownTrial, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
-from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
+from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial, running
 from perfguard_optuna.sampler import PerfGuardSampler
 from perfguard_optuna.show import progress_line
 
@@ -176,14 +176,31 @@ class GuardedObjective:
         if isinstance(trial, FixedTrial):  # it belongs to no study: the objective is tried
             return self._objective(trial)
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
-        if self.guard.ends_or_repeats and (ranks is not None or leads_ranks()):
+        ends_alone = self.guard.hard_time_limit_s is not None or (ranks is None and self.guard.on_oom == "repair")
+        if ends_alone and (ranks is not None or leads_ranks()):
             raise ConfigurationError(
-                "Leave out on_oom='repair' and hard_time_limit, which are for trials of one process. Of several ranks "
-                "(torch.distributed), one that ends alone leaves the others waiting."
+                "Leave out hard_time_limit, which is for trials of one process: of several ranks (torch.distributed), one that "
+                "ends alone leaves the others waiting. on_oom='repair' needs perfguard_optuna.guarded(...) on all of them."
             )
-        if trial is None:
+        token = running.set(ranks)
+        try:
+            return self._lead(trial, ranks) if trial is not None else self._follow(cast("Ranks", ranks))
+        finally:
+            running.reset(token)
+
+    def _follow(self, ranks: Ranks) -> float | Sequence[float]:
+        """Run the trial of rank 0 on another rank, and once more if all ranks do."""
+        try:
             with GuardedRun(self.guard, None, None, ranks):
                 return self._objective(None)  # type: ignore[arg-type]  # which makes a TorchDistributedTrial of it
+        except Exception as error:
+            if self.guard.on_oom == "prune" or not ranks.repeat:
+                raise
+            free_memory(error)
+        ranks.begin()
+        return self._follow(ranks)
+
+    def _lead(self, trial: optuna.Trial, ranks: Ranks | None) -> float | Sequence[float]:
         guard, study = self.guard, trial.study
         if self._build is None:
             self.begin(study)
@@ -191,7 +208,7 @@ class GuardedObjective:
         try:
             with ranks.judging() if ranks else nullcontext():
                 guarded = self._begin(trial)
-            value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded))
+            value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded, ranks))
         except BaseException as error:
             guard.finish(study, error, ranks)
             prune_if_ran_out(error, ranks)
@@ -203,19 +220,24 @@ class GuardedObjective:
         guarded.known.report_unjudged(guarded._build)
         return value
 
-    def _run(self, trial: _GuardedTrial) -> float | Sequence[float]:
+    def _run(self, trial: _GuardedTrial, ranks: Ranks | None) -> float | Sequence[float]:
         """Run the objective, and once more with a repair if it ran out of memory (``on_oom="repair"``)."""
         try:
             return self._try(trial)
         except Exception as error:
             build = trial._build
-            if self.guard.on_oom == "prune" or build is None or not ran_out_of_memory(error):
+            if self.guard.on_oom == "prune" or build is None or not (ranks or ran_out_of_memory(error)):
                 raise
             with uninterrupted():
-                self.guard.finish(trial.study, error)
+                self.guard.finish(trial.study, error, ranks)
+                if ranks is not None:
+                    if not ranks.repeat:
+                        raise
+                    ranks.begin()
                 free_memory(error)
-                if not trial.known.try_again(build):
-                    raise
+                with ranks.judging() if ranks else nullcontext():
+                    if not trial.known.try_again(build):
+                        raise optuna.TrialPruned(f"ran out of memory: {error}") from error
         # The error is gone, and with it what its frames held.
         warn_of_held_memory(self.guard.device.memory_bytes)
         trial.set_user_attr(f"{PREFIX}try", 2)
@@ -381,14 +403,23 @@ def repair_of(trial: optuna.Trial) -> Repair:
         >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
         >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
 
+    Of several ranks, all call it with a TorchDistributedTrial, and get the same.
+
     Raises:
-        ConfigurationError: for a TorchDistributedTrial, because only rank 0 knows the repair.
+        ConfigurationError: for a TorchDistributedTrial in an objective that is not `guarded` on all ranks.
     """
-    if own_trial(trial) is not trial:
+    own, ranks = own_trial(trial), running.get()
+    if ranks is not None and not isinstance(own, DryTrial):
+        return ranks.repair(lambda: _own_repair(own))
+    if own is not trial and not isinstance(own, DryTrial):
         raise ConfigurationError(
-            "repair_of takes no TorchDistributedTrial, because only rank 0 knows the repair. All ranks have run.repair of "
-            "`with guard.trial(trial, ...) as run`."
+            "repair_of takes a TorchDistributedTrial only in an objective that perfguard_optuna.guarded(objective, ...) runs on "
+            "all ranks. Elsewhere, all ranks have run.repair of `with guard.trial(trial, ...) as run`."
         )
+    return _own_repair(own)
+
+
+def _own_repair(trial: optuna.Trial) -> Repair:
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.known(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED
 

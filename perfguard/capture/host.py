@@ -1,7 +1,7 @@
 """HostUse: what a trial holds in the memory of the host, as its dry run shows it.
 
     process   the peak of the dry run itself, which reads data, imports libraries and keeps what is offloaded as the trial will
-    results   what comes back from the device and is kept, such as activations that are offloaded
+    results   what comes back from the device and is kept, such as activations that are offloaded, or FSDP's shards
     model     the largest model that the host makes before it moves to the GPU: it is on meta here, so it is counted
     workers   of a DataLoader. Each has memory of its own, makes a batch, and keeps some ready
 
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from perfguard.capture.values import zeros_on_host
+from perfguard.graph.recorder import tensors_in
 from perfguard.measure.cpu import peak_resident_bytes, reset_peak
 from perfguard.workload import HostMemory
 
@@ -33,7 +35,8 @@ class HostUse:
         reset_peak()
         self._worker_bytes = worker_bytes
         self._model_bytes = self._kept_bytes = self._most_kept_bytes = 0
-        self._kept: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
+        """Storages, and whether each is offloaded."""
         self._loaders: dict[tuple[int, int, bool], int] = {}
         """Bytes of the workers of each loader and of their batches, by its data, their number, and whether they last. A loader
         that is made anew in each epoch is one."""
@@ -43,15 +46,26 @@ class HostUse:
         tensors = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
         self._model_bytes = max(self._model_bytes, sum(tensors.values()))
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tensor: torch.Tensor, *, is_pinned: bool = False, is_offloaded: bool = False) -> torch.Tensor:
         """Note and return a ``tensor`` that comes from the device. Here it is never filled, so it takes no memory."""
         storage = tensor.untyped_storage()
         if storage not in self._kept:
-            self._kept[storage] = None
-            self._kept_bytes += storage.nbytes()
+            num_bytes = storage.nbytes()
+            if is_pinned and num_bytes:  # PyTorch rounds up to a power of two (2.13: ATen/core/CachingHostAllocator.h)
+                num_bytes = 1 << (num_bytes - 1).bit_length()
+            self._kept_bytes += num_bytes
             self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
-            weakref.finalize(storage, self._drop, storage.nbytes())
+            weakref.finalize(storage, self._drop, num_bytes)
+        self._kept[storage] = is_offloaded or self._kept.get(storage, False)
         return tensor
+
+    def offload(self, tensor: torch.Tensor, *, is_pinned: bool = False) -> torch.Tensor:
+        """Return a ``tensor`` of parameters, gradients or states on the host. It has no values, so nothing is computed of it."""
+        return self.keep(zeros_on_host(tensor) if tensor.is_meta else tensor, is_pinned=is_pinned, is_offloaded=True)
+
+    def has_offloaded(self, value: Any) -> bool:
+        """Whether a tensor in ``value`` is offloaded."""
+        return any(self._kept.get(tensor.untyped_storage(), False) for tensor in tensors_in(value)) if self._kept else False
 
     def _drop(self, num_bytes: int) -> None:
         self._kept_bytes -= num_bytes

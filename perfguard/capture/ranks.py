@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
@@ -29,6 +30,7 @@ from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.shape_rules import META
 
 if TYPE_CHECKING:
+    from perfguard.capture.host import HostUse
     from perfguard.graph.libraries import Replace
     from perfguard.graph.recorder import Recorder
 
@@ -56,11 +58,13 @@ class Ranks:
 
     Args:
         recorder: of the dry run.
+        use: learns what FSDP keeps on the host.
         device_kind: "cuda" or "cpu".
     """
 
-    def __init__(self, recorder: Recorder, device_kind: str) -> None:
+    def __init__(self, recorder: Recorder, use: HostUse, device_kind: str) -> None:
         self._recorder = recorder
+        self._use = use
         self._device_kind = device_kind
         self._rank, self._world_size = 0, 0
         """0 processes: the objective makes no process group."""
@@ -101,7 +105,7 @@ class Ranks:
 
             if not self._world_size:
                 self._rank, self._world_size = rank, size
-                _let_wrappers_run_on_meta(replace, self._recorder, self._device_kind)
+                _let_wrappers_run_on_meta(replace, self._recorder, self._use, self._device_kind)
             return own(size, rank, ranks, "fake", store, *args, **kwargs | {"backend_options": None, "device_id": None})
 
         return new_group
@@ -124,8 +128,6 @@ class Ranks:
             yield "no model is wrapped or sharded: each process holds all of it"
         if len(found.get("fsdp", ())) == 1:
             yield "FSDP wraps the model as one part: a rank holds all parameters at once while it computes"
-        if any(map(_offloads, found.get("fsdp", ()))):
-            yield "FSDP's offload to the host: what is offloaded is counted on the device"
 
 
 def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Module]]:
@@ -173,9 +175,10 @@ def _leave_the_group() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind: str) -> None:
+def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse, device_kind: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils, _flat_param, _init_utils
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+    from torch.distributed.tensor import _dispatch, _sharding_prop
     from torch.nn.parallel import distributed as ddp
 
     def nothing(_: Any) -> Callable[..., None]:
@@ -184,10 +187,14 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, device_kind:
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
         replace(ddp, name, nothing)
     replace(ddp.DistributedDataParallel, "__init__", _without_devices)
+    # DTensor runs each operator once on fake tensors, as large as the whole ones, to know the shape of its result.
+    replace(_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached", _disable_current_modes())
+    replace(_dispatch, "is_rng_supported_mesh", nothing)  # random numbers of a GPU have a state, which is compared
     replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", nothing)
-    for module in (_fsdp_param, _fsdp_param_group):
+    for module in (_fsdp_param, _fsdp_param_group) if device_kind == "cpu" else ():  # there, nothing moves
         replace(module, "CPUOffloadPolicy", lambda _: ())  # of which nothing is an instance
     replace(_fsdp_param.FSDPParam, "reset_sharded_param", _following_meta)
+    replace(_fsdp_param.FSDPParam, "to_sharded_dtensor", lambda own: _offloading(own, use))
     replace(_fsdp_collectives, "_get_device_handle", lambda own: lambda kind: own(device_kind if kind == "meta" else kind))
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
     replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: _calling(copy_in, own) if copy_in else own)
@@ -251,6 +258,20 @@ def _following_meta(own: Callable[..., Any]) -> Callable[..., Any]:
     return reset_sharded_param
 
 
+def _offloading(own: Callable[..., Any], use: HostUse) -> Callable[..., Any]:
+    """FSDP2 moves shards of parameters to the host, but not those on meta. Gradients are there already."""
+
+    def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
+        if self.offload_to_cpu and tensor.is_meta:
+            self._sharded_param_data = use.offload(self._sharded_param_data, is_pinned=self.pin_memory)
+            tensor = self._sharded_param_data.as_strided(tensor.shape, tensor.stride())
+        elif self.offload_to_cpu:
+            use.offload(tensor)
+        return own(self, tensor)
+
+    return to_sharded_dtensor
+
+
 def _emptying(own: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         if storage.device.type == "meta":
@@ -263,14 +284,6 @@ def _emptying(own: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
 def _on_stream(own: Callable[..., Any], stream: Any, recorder: Recorder) -> Any:
     is_current = stream is None or stream is torch.cuda.current_stream()
     return own(stream) if is_current else recorder.with_attributes(stream=1)
-
-
-def _offloads(part: Any) -> bool:
-    if not hasattr(part, "_get_fsdp_state"):  # FSDP1
-        return False
-    state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, in older versions
-    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups if group is not None)
 
 
 @functools.cache

@@ -110,6 +110,13 @@ class HostTensors(TorchDispatchMode):
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
+            if (
+                self.use.has_offloaded(given)
+                and func.namespace == "aten"
+                and not func.is_view
+                and func is not aten._local_scalar_dense.default
+            ):
+                return self._of_offloaded(func, args, kwargs)
             if not given and _is_meta_device(kwargs.get("device")):
                 return self.values.run(func, args, kwargs, self.recorder.record)
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
@@ -121,7 +128,8 @@ class HostTensors(TorchDispatchMode):
         if func in (aten.equal.default, aten.allclose.default):
             return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
-            return self.use.keep(self.values.read(args[0]).to(kwargs.get("dtype") or args[0].dtype))
+            found = self.values.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            return self.use.keep(found, is_pinned=kwargs.get("non_blocking", False))  # PyTorch pins where it need not wait
         if func is aten.copy_.default:
             if not args[0].is_meta:
                 return self.use.keep(args[0])
@@ -151,6 +159,22 @@ class HostTensors(TorchDispatchMode):
                         self.batches.append((len(tensor), tensor.numel() if is_text else 0))
         return self.values.run(func, args, kwargs, self.recorder.record)
 
+    def _of_offloaded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator on the host, such as one of an optimizer. Nothing is computed and no memory taken."""
+        with _disable_current_modes():
+            twins: Any = tree_map_only(
+                torch.Tensor, empty_twin, (args, kwargs | ({"device": META} if "device" in kwargs else {}))
+            )
+            try:
+                out = func(*twins[0], **twins[1])
+            except NotImplementedError:  # its result is a value
+                return func(*args, **kwargs)
+        writes = operator_of(func).writes
+        if not writes:
+            return tree_map_only(torch.Tensor, self.use.offload, out)
+        position, name = writes[0]
+        return None if out is None else args[position] if position < len(args) else kwargs[name]
+
     def _positions(self, index: Any) -> Sequence[Any]:
         """A mask with values selects as many as it says."""
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
@@ -170,13 +194,13 @@ class HostTensors(TorchDispatchMode):
 
     def _copied(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """A batch on its way to the device: where the trace of a workload begins, it is there already."""
-        self.num_copies += 1
         dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
         self.values.remember(twin, source)
-        if self.recorder.phase is Phase.BACKWARD:  # an activation that was offloaded
+        if self.recorder.phase is Phase.BACKWARD or self.use.has_offloaded(source):  # an activation, or a shard
             self.recorder.index_of(twin)
             return twin
+        self.num_copies += 1
         return self._arrived(twin)
 
     def _with_twins(self, value: Any) -> Any:
@@ -246,6 +270,8 @@ class Placement(TorchFunctionMode):
             return source.to(META)
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
+        elif func is torch.Tensor.is_pinned and not on_meta:
+            return True
         elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
             return source.untyped_storage()._cdata
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
@@ -541,6 +567,9 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: 0.0
+
+    def record_event(self, *_: Any) -> _Nothing:
+        return self
 
     def __enter__(self) -> _Nothing:
         return self

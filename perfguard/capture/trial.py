@@ -124,7 +124,7 @@ class Watch:
         self._placement = Placement(device, self._recorder, self.host)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
-        self._ranks = Ranks(self._recorder, device.kind)
+        self._ranks = Ranks(self._recorder, self.host.use, device.kind)
         self._most_seconds = most_seconds
         self._allowance: Allowance | None = None
         """For the steps after the third. None: these have not begun."""
@@ -203,7 +203,7 @@ class Watch:
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """Note that a forward pass of ``module`` begins."""
         if self._depth == 0 and id(module) not in self._paths_of:
-            put_on_meta((*module.parameters(), *module.buffers()))
+            put_on_meta(one for one in (*module.parameters(), *module.buffers()) if not self.host.use.has_offloaded(one))
             for name, part in (*module.named_modules(), *module_inside(module).named_modules()):
                 self._paths_of[id(part)] = path_inside(name)
         self._modules.append(self._paths_of.get(id(module), ""))
@@ -282,6 +282,8 @@ class Watch:
         hooked = sys._getframe(depth)
         running = {frame for frame, _ in traceback.walk_stack(hooked)}  # a step that has raised an error runs no longer
         self._open_steps = [*(step for step in self._open_steps if step[0] in running), (hooked, optimizer)]
+        if self.host.use.has_offloaded([group["params"] for group in optimizer.param_groups]):
+            self._unmodelled.add(HOST_OPTIMIZER)
         for parameter, state in optimizer.state.items():
             is_on_host = isinstance(parameter, torch.Tensor) and not parameter.is_meta
             if is_on_host and self._has_engine:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
+from perfguard.workload import Workload
 from perfguard_optuna import PerfGuardPruner, guarded, ranks, repair_of
 from tests.doubles import TOY_CPU
 from tests.integrations.one_layer import (
@@ -250,13 +252,86 @@ def test_no_rank_hangs_when_another_fails(tmp_path: Path) -> None:
     assert isinstance(ended[0], str)
 
 
-def test_out_of_memory_prunes_only_if_all_ranks_end(together: Together, tmp_path: Path) -> None:
+def fails_on_rank_0_because_of_rank_1(rank: int, step: int) -> None:
+    """As where ranks tell each other how they are, without a collective."""
+    if step == 1 and rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    if step == 1:
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.wait([f"perfguard/inline/{next(ranks._numbers['told'])}/ended/1"])
+        raise ValueError("rank 1 has failed")
+
+
+def test_out_of_memory_prunes_on_all_ranks_or_on_none(together: Together, tmp_path: Path) -> None:
     """Pruned alone, rank 1 would begin the next trial, while rank 0 waits for its gradients."""
-    assert together(inline, str(tmp_path / "all.db"), out_of_memory, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
-    ended = ends_of(2, inline, str(tmp_path / "one.db"), out_of_memory_on_rank_1, SMALL, SMALL)
-    assert ended[1] == "OutOfMemoryError: CUDA out of memory"
-    (record,) = MeasurementStore(tmp_path / "one.db").records()
+    log = str(tmp_path / "all.db")
+    assert together(inline, log, out_of_memory, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+    assert ends_of(2, inline, log, fails_on_rank_0_because_of_rank_1, SMALL, SMALL) == 2 * [["PRUNED", "PRUNED"]]
+    assert {record.status for record in MeasurementStore(log).records()} == {"oom"}
+
+
+def warned(rank: int, main: Callable[..., list[str]], *args: Any) -> list[str]:
+    """Play, and return how it ends and what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnguardedTrialWarning)
+        try:
+            ended = main(rank, *args)
+        except Exception as error:
+            ended = [type(error).__name__]
+    return [*ended, *(str(one.message) for one in caught if one.category is UnguardedTrialWarning)]
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_no_rank_hangs_when_another_runs_out_of_memory_and_each_says_why(number: int, tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    ended = ends_of(number, warned, inline, log, out_of_memory_on_rank_1, SMALL, SMALL)
+    assert ended[1][0] == "OutOfMemoryError"
+    assert ended[0][0] != "COMPLETE"
+    others = " 0" if number == 2 else "s 0, 2, 3"
+    assert f"Rank 1 ran out of memory in a trial, and rank{others} had not ended it 3 s later" in ended[1][1]
+    assert ended[0][1:] == ended[1][1:]
+    (record,) = MeasurementStore(log).records()
     assert record.status == "oom"
+
+
+def out_of_step(rank: int, step: int) -> None:
+    if step == 1 and rank == 1:
+        dist.all_reduce(torch.ones(1), async_op=True)
+    out_of_memory(rank, step)
+
+
+def test_ranks_that_ran_out_of_memory_between_different_collectives_do_not_go_on(tmp_path: Path) -> None:
+    """The next collective of rank 0 would meet the last one of rank 1."""
+    ended = ends_of(2, warned, inline, str(tmp_path / "log.db"), out_of_step, SMALL, SMALL)
+    assert [end[0] for end in ended] == 2 * ["OutOfMemoryError"]
+    assert all("the ranks have begun different numbers of collectives" in end[1] for end in ended)
+
+
+def repairing(rank: int, tries: int, log: str) -> list[str]:
+    """The first ``tries`` run out of memory on all ranks."""
+    micro_batches = []
+
+    def objective(single: optuna.Trial | None) -> float:
+        trial = integration.TorchDistributedTrial(single)
+        width, repair = trial.suggest_int("width", SMALL, LARGE), repair_of(trial)
+        micro_batches.append(str(repair.micro_batch_size))
+        after_step = out_of_memory if len(micro_batches) <= tries else nothing
+        return train_together(width, after_step=lambda step: after_step(rank, step))
+
+    def wide(params: Any) -> Workload:
+        return Workload(nn.Linear(64, params["width"]), inputs=(512, 64), loss=torch.mean)
+
+    shown = guarded(objective, **settings(gpu=TOY_CPU, build=wide, on_oom="repair", log=log))
+    return [*play(rank, shown, SMALL, SMALL), *micro_batches]
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_trial_out_of_memory_runs_once_more_on_all_ranks(number: int, tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    assert ends_of(number, repairing, 1, log) == number * [["COMPLETE", "COMPLETE", "None", "256", "None"]]
+    rows = [(row.number, row.status, row.in_words) for row in MeasurementStore(log).records()]
+    assert sorted(rows) == [(0, "ok", "repaired"), (0, "oom", "launched"), (1, "ok", "launched")]
+    assert ends_of(number, repairing, 2, log) == number * [["PRUNED", "COMPLETE", "None", "256", "None"]]
 
 
 def by_decorator(rank: int, options: dict[str, Any], asks: bool, *widths: int) -> list[str]:

@@ -33,6 +33,8 @@ from perfguard.cli import main
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
 from perfguard.graph import StorageKind
+from perfguard.graph.libraries import HOST_OPTIMIZER
+from tests.perfguard.capture import toy_offloaded
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_ranks import (
     WAYS,
@@ -116,6 +118,56 @@ def test_two_real_processes_hold_the_same(way: str, tmp_path: Path) -> None:
     peak, left = real_bytes(way, tmp_path)
     assert abs(left - graph.live_bytes[-1]) < few
     assert -few < peak - max(graph.peak_live_bytes, at_gather + gathered) < 2 * gathered + few
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "world_size"), [("fp32", 4), ("bf16", 7)])
+def test_offloaded_shards_are_where_pytorchs_tracker_finds_them(
+    precision: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perfguard.capture.host.peak_resident_bytes", lambda: 0)
+
+    def run() -> None:
+        dist.init_process_group("nccl", rank=0, world_size=world_size)
+        toy_offloaded.train(toy_offloaded.perceptron(init_device_mesh("cuda", (world_size,)), precision), "cuda")
+
+    captured, (device, host) = capture(run, A100), toy_offloaded.tracked_bytes(precision, world_size)
+    assert captured.graph.peak_live_bytes == device
+    assert captured.host_memory is not None
+    assert host - 100 <= captured.host_memory.process_bytes <= host  # counters of steps are no part of it
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("pins", [False, True])
+def test_offloaded_shards_gradients_and_states_are_on_the_host(pins: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perfguard.capture.host.peak_resident_bytes", lambda: 0)
+    shard, pinned = 4 * 1000 * 250, 2**20  # whose pages PyTorch rounds up to a power of two
+
+    def run() -> None:
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=4)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+        fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pins))
+        if not pins:
+            model.to_empty(device="cpu")
+            nn.init.normal_(next(model.parameters()))
+        assert next(model.parameters()).device.type == "cpu"
+        optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+        for (x,) in DataLoader(TensorDataset(torch.zeros(16, 1000)), 4):
+            optimizer.zero_grad()
+            model(x.cuda()).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    captured = capture(run, A100)
+    assert captured.steps == 4
+    assert not captured.phases  # DTensor looks at whole parameters once, of which no storage is there
+    assert bytes_of(captured, StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE) == 0
+    assert HOST_OPTIMIZER in captured.graph.unmodelled
+    assert captured.host_memory is not None
+    passing = 0 if fused else 2 * shard  # roots of the second moments, and the same divided
+    lasting = 2 * (pinned if pins else shard) + 2 * shard
+    assert captured.host_memory.process_bytes == pytest.approx(lasting + passing, abs=100)
 
 
 @pytest.mark.parametrize("offloads", [True, False])
@@ -278,14 +330,16 @@ def test_trainers_take_the_variables_of_torchrun(trained: Callable[[], None], mo
 
 
 @pytest.mark.slow
-def test_accelerate_shards_what_its_optimizer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_accelerate_shards_what_its_optimizer_holds(offloads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # It finds the parameters of the optimizer again by their addresses, and those of meta are all 0.
     accelerate = pytest.importorskip("accelerate")
     for name, value in torchrun_variables(8).items():
         monkeypatch.setenv(name, value)
 
     def trained() -> None:
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        options = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "cpu_offload": offloads}
+        plugin = accelerate.FullyShardedDataParallelPlugin(**options)
         accelerator, model = accelerate.Accelerator(fsdp_plugin=plugin), language_model()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         train(model, "cuda", make_optimizer=lambda _: optimizer)
@@ -293,6 +347,10 @@ def test_accelerate_shards_what_its_optimizer_holds(monkeypatch: pytest.MonkeyPa
     captured = in_a_child(trained)
     shards = bytes_of(captured, StorageKind.PARAMETER)
     assert captured.num_ranks == 8
+    assert (HOST_OPTIMIZER in captured.graph.unmodelled) == offloads
+    if offloads:
+        assert bytes_of(captured, StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE) == 0
+        return
     assert PARAMETER_BYTES / 8 <= shards < 1.02 * PARAMETER_BYTES / 8
     assert bytes_of(captured, StorageKind.GRADIENT) == shards
     assert 2 * shards <= bytes_of(captured, StorageKind.OPTIMIZER_STATE) < 2 * shards + 1000  # and step counters
@@ -312,7 +370,7 @@ def test_a_group_of_before_is_replaced(group_of_before: None) -> None:
     assert captured.graph.unmodelled[0].startswith("rank 1 of 2")
 
 
-def test_what_is_not_wrapped_or_wrapped_as_one_or_offloaded_is_said() -> None:
+def test_what_is_not_wrapped_or_wrapped_as_one_is_said() -> None:
     def said_of(make: Callable[[], nn.Module]) -> str:
         return "; ".join(capture(objective(make), A100).graph.unmodelled)
 
@@ -323,8 +381,6 @@ def test_what_is_not_wrapped_or_wrapped_as_one_or_offloaded_is_said() -> None:
 
     assert "no model is wrapped or sharded: each process holds all of it" in said_of(lambda: language_model().cuda())
     assert "FSDP wraps the model as one part" in said_of(as_one)
-    policy = CPUOffloadPolicy(pin_memory=False)
-    assert "is counted on the device" in said_of(lambda: sharded(language_model().cuda(), "cuda", offload_policy=policy))
 
 
 # --- Bad input ------------------------------------------------------------------------------------------------------------------
