@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from perfguard.exceptions import ConfigurationError, TooLargeError
@@ -81,7 +82,8 @@ class LatencyConstraint:
 
         if max_latency_ms is None and max_energy_j is None and max_memory is None:
             raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
-        latency_ms, energy_j = _positive("max_latency_ms", max_latency_ms), _positive("max_energy_j", max_energy_j)
+        latency_ms = None if max_latency_ms is None else _positive("max_latency_ms", max_latency_ms)
+        energy_j = None if max_energy_j is None else _positive("max_energy_j", max_energy_j)
         device = resolve_device(gpu)
         if energy_j is not None and device.tdp_w <= 0:
             raise ConfigurationError(f"The power of {device.name} is unknown, so max_energy_j cannot be checked. Give a GPU.")
@@ -148,8 +150,8 @@ class LatencyConstraint:
         """
         from perfguard.measure import Measurement
 
-        if isinstance(measured_s, bool) or not (math.isfinite(measured_s) and measured_s > 0):
-            raise ConfigurationError(f"measured_s must be positive seconds, but got {measured_s!r}.")
+        measured_s = _positive("measured_s", measured_s)
+        peak_memory_bytes = None if peak_memory_bytes is None else int(_positive("peak_memory_bytes", peak_memory_bytes))
         device = self.guard.device
         measurement = Measurement(
             "ok", device.id, device.name, peak_memory_bytes, measured_s, measured_s, 1, method="given", framework=""
@@ -203,9 +205,7 @@ class LatencyConstraint:
         return torch.relu(torch.log(expected / limit_s))
 
 
-def _positive(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not (math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number, but got {value!r}.")
     return float(value)

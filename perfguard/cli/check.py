@@ -67,6 +67,8 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         verdict, known = _judged(arguments, device, budget, risk)
         result, reason = result_of(verdict, risk)
+        if result == "fits" and known.get("steps") is None and (budget.trial_time_s is not None or budget.cost is not None):
+            result, reason = "cannot tell", f"{reason}; {' '.join(known['notes'])}"
         document = {"gpu": device.id} | known | _numbers_of(verdict)
         document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
     except ConfigurationError:
@@ -127,7 +129,7 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
         least = LeastMemory.behind(error, device)
         return guard.judge(least, limits, threshold=risk), {}
     limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
-    if limit is not None and work.steps is None:
+    if limit is not None and work.steps is None and not arguments.source.endswith(".py"):
         raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
     limits = functools.partial(limits, host_memory=work.host_memory)
     verdict = guard.judge(work.graph, limits, threshold=risk, steps=work.steps, phases=work.phases)

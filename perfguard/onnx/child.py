@@ -261,7 +261,7 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
             elif axis == 0 and batch_size is not None:
                 dim.dim_value = batch_size
             elif not dim.HasField("dim_value"):
-                open_.append(repr(dim.dim_param) if dim.dim_param else f"axis {axis} of {name!r}")
+                open_.append(f"axis {axis} of {name!r}{f' ({dim.dim_param})' if dim.dim_param else ''}")
             elif dim.dim_value < 1:
                 mend = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
                 raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", mend)

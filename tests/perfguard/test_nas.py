@@ -94,9 +94,11 @@ def test_guardnet_follows_measured_cpu_times() -> None:
     after = constraint.predict(conv(48)).step_time
     assert 1.4 < after.median / before.median < 2.6
     assert after.log_sigma < before.log_sigma
-    for wrong in (0, -1, float("nan"), True):
-        with pytest.raises(ConfigurationError, match="measured_s must be positive"):
-            constraint.learn(conv(8), wrong)
+    for wrong in (0, -1, float("nan"), True, "1ms", torch.tensor(0.1)):
+        with pytest.raises(ConfigurationError, match="measured_s must be a positive number"):
+            constraint.learn(conv(8), wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="peak_memory_bytes must be a positive number"):
+        constraint.learn(conv(8), 0.1, peak_memory_bytes="1GiB")  # type: ignore[arg-type]
 
 
 def test_constrain_tells_optuna_distance_to_limit(predictor: FlopsPredictor) -> None:

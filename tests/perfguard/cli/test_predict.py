@@ -343,7 +343,7 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> N
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ([], "leaves sizes open: 'side'"),
+        ([], "leaves sizes open: axis 2 of 'x' (side)"),
         (["--dim", "side=64", "--set", "width=3"], "--set is for FILE.py:BUILD"),
         (["--dim", "side=64", "--mode", "train"], "has only the forward pass"),
         (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
