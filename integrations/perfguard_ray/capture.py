@@ -7,11 +7,11 @@ import functools
 import inspect
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import ray
 from ray import tune
@@ -19,12 +19,12 @@ from ray.tune.search import BasicVariantGenerator, create_searcher
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import Answer, DryRuns, seen
-from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError, ConfigurationError
 from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
 from perfguard_ray.ledger import Ledger, make_ledger
 from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
+from perfguard_ray.worker import play_steps, pretend_session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,57 +113,14 @@ def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: boo
     for stream in (1, 2):
         os.dup2(null, stream)
     torch.set_num_threads(1)
-    _pretend_session()
+    pretend_session()
     return seen(lambda: _play(trainable, config), device, spares=spares)
 
 
 def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
     trial = trainable(config)
-    if not inspect.isclass(trainable):
-        return
-    for _ in range(3):
-        trial.step()
-    raise CaptureError("a Trainable class does not say when it ends")
-
-
-def _pretend_session() -> None:
-    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60)."""
-    from ray import actor, remote_function
-    from ray.train._internal import session
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
-
-    hooked: Any = (actor, "_actor_launch_hook"), (remote_function, "_task_launch_hook")
-    for module, name in hooked:
-        setattr(module, name, refuse)
-    with suppress(ImportError):
-        from ray.train.v2.torch.torch_trainer import TorchTrainer
-
-        if "_get_local_controller" in vars(TorchTrainer):  # older ones cannot run in this process
-            TorchTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
-    folder = str(Path.cwd())
-    session._session = SimpleNamespace(  # type: ignore[assignment]
-        report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
-        node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
-        trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
-        _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
-    )  # fmt: skip
-
-
-def _run_first_worker(trainer: Any) -> Any:
-    """A trainer of Ray Train runs its function as it does under torchrun: in this process, the first of its workers."""
-    from ray.train._internal import session
-
-    if trainer.datasets:
-        raise CaptureError("A TorchTrainer with datasets=... reads from Ray Data, which a dry run does not see. Use build=...")
-    workers = trainer.scaling_config.num_workers  # of (fewest, most), the fewest: each holds a larger shard
-    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))
-    of_trial, session._session = session._session, None  # workers are in no trial of Tune
-    try:
-        return trainer._get_local_controller().run(trainer._get_train_func())
-    finally:
-        session._session = of_trial
+    if inspect.isclass(trainable):
+        play_steps(trial.step)
 
 
 def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[GuardSettings]) -> Any:
@@ -203,13 +160,22 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
 
 
 class _InThisProcess:
-    """Holds the ledger beside a trainable. It does not travel to the workers."""
+    """Holds the ledger beside a trainable. It does not travel to the workers, but Tune pickles a class in its own process too."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self._key = uuid.uuid4().hex
+        _here[self._key] = self
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return _found_here, (self._key,)
+
+
+_here: WeakValueDictionary[str, _InThisProcess] = WeakValueDictionary()
+
+
+def _found_here(key: str) -> _InThisProcess | None:
+    return _here.get(key)
 
 
 @functools.cache

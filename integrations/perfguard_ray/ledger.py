@@ -18,14 +18,15 @@ from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import DryRuns
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
 from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import Decision
+from perfguard.verdict import Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload, make_of
+from perfguard_ray.worker import receive, send
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -63,6 +64,18 @@ class Entry:
     """Status and note, if the trial ends now."""
     is_elsewhere: bool = False
     """Whether it has used another device than the guarded one."""
+    wanted: CapturedTrial | CaptureError | None = None
+    """What the trial is to compare with a real step; or why it is to be judged at its first forward pass. None: nothing."""
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the trial is judged at its first forward pass, which it has not come to."""
+        return isinstance(self.wanted, CaptureError)
+
+    @property
+    def rejected_late(self) -> bool:
+        """Whether it was rejected at its first forward pass. So it ends there, and is not measured."""
+        return self.rejected and self.started_at is None
 
     @property
     def rejected(self) -> bool:
@@ -143,25 +156,67 @@ class Ledger:
             found: AnyWorkload | Exception = self.workload(config)
         except Exception as error:  # the verdict says so
             found = error
-        decide = functools.partial(
-            self.guard.decide, make_of(found), study=self.study, trial=trial, params=config, trial_id=trial_id
-        )
         if runs_anyway:
-            return _entry(decide(), config)
+            return _entry(self._decide(found, config, trial, trial_id), config)
         search, key = self.search, self._key_of(config, found)
         known = search.recall(key, self.guard)
         if known is not None:
             self.num_repeated += 1
             search.count(known.verdict, self.guard)
             return Entry(Decision("", known.verdict), config)
-        decision = decide(threshold=search.threshold(self.guard))
+        if isinstance(found, CaptureError) and isinstance(self.build, DryRuns) and self.build.judges_late(found):
+            undecided = Decision("", Verdict(action="launch", unjudged=f"{found}"), study=self.study)
+            search.count(undecided.verdict, self.guard)
+            return Entry(undecided, config, wanted=found)
+        decision = self._decide(found, config, trial, trial_id, threshold=search.threshold(self.guard))
         search.count(decision.verdict, self.guard)
-        before = search.remember(key, decision.verdict, decision_id=decision.id)
+        self._remember(key, config, decision)
+        entry = _entry(decision, config)
+        if isinstance(found, CapturedTrial) and not entry.rejected and self.guard.watch(found) is not None:
+            entry.wanted = found
+        return entry
+
+    def _decide(
+        self,
+        found: AnyWorkload | Exception,
+        config: Mapping[str, Any],
+        trial: int | None,
+        trial_id: str | None,
+        *,
+        threshold: float | None = None,
+    ) -> Decision:
+        names = {"study": self.study, "trial": trial, "trial_id": trial_id}
+        return self.guard.decide(make_of(found), params=config, threshold=threshold, **names)
+
+    def _remember(self, key: Hashable, config: Mapping[str, Any], decision: Decision) -> None:
+        before = self.search.remember(key, decision.verdict, decision_id=decision.id)
         if before is not None:
             self.superseded.add(before.decision_id)
         elif decision.verdict.action == "prune" and self.verbose >= 1:
             print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
-        return _entry(decision, config)
+
+    def decide_late(self, trial_id: str, *, trial: int | None = None) -> bool:
+        """Decide on a trial if it waits at its first forward pass, and let it go on. Return whether it is rejected.
+
+        Raises:
+            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        """
+        seen = receive(trial_id, "seen")
+        if seen is None:
+            return False
+        (found, set_up_s), entry, reason = seen, self.entries[trial_id], ""
+        assert isinstance(self.build, DryRuns)
+        try:
+            self.build.note_first_forward(found, set_up_s)
+            entry.wanted = None
+            entry.decision = self._decide(found, entry.config, trial, trial_id, threshold=self.search.threshold(self.guard))
+            if entry.rejected:
+                self.search.count(entry.decision.verdict, self.guard)
+                entry.started_at, reason = None, entry.decision.verdict.reason
+            self._remember(_hash_of(entry.config), entry.config, entry.decision)
+        finally:
+            send(trial_id, "verdict", reason)
+        return entry.rejected
 
     def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
         """Build what the trial of ``config`` would run.
@@ -212,6 +267,8 @@ class Ledger:
         if entry is None:
             entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial, hidden)
         entry.restart(from_checkpoint=from_checkpoint)
+        if entry.wanted is not None:
+            send(trial_id, "wanted", (self.guard.device, entry.wanted))
 
     def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None, hidden: str) -> Entry:
         if not self.search.num_launched and not self.search.num_rejected:
@@ -248,6 +305,9 @@ class Ledger:
             return
         if status is None:
             status, note = entry.end[0], entry.end[1] or note
+        if entry.is_undecided and status != "interrupted":
+            decide = self.guard.record
+            entry.decision = decide(entry.decision.verdict, study=self.study, params=entry.config, trial_id=trial_id)
         if not entry.report and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(
@@ -261,7 +321,8 @@ class Ledger:
             measurement = self.measurement(entry, status, note)
             if isinstance(self.build, DryRuns):
                 self.build.afford(measurement.total_time_s)
-            self.guard.learn(entry.decision, measurement)
+            difference = None if entry.wanted is None else receive(trial_id, "difference")
+            self.guard.learn(entry.decision, measurement, difference=difference)
             self.search.num_ended += 1
         except Exception as error:
             self.warn_once(

@@ -196,6 +196,12 @@ class PerfGuardSearcher(_Guarded, Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._is_waiting = False
+        entry = self.ledger.entries.get(trial_id)
+        if entry is not None and entry.rejected_late:
+            inner_id = self._inner_ids.pop(trial_id, trial_id)
+            _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
+            self._turn_down(inner_id)
+            return
         if result and not error:
             self._remember_worst(result)
         self.searcher.on_trial_complete(self._inner_ids.pop(trial_id, trial_id), result=result, error=error)

@@ -101,6 +101,11 @@ class FirstForward:
         self._child = 0
         """The number of this process. 0: it is not the child."""
 
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether this process is the child, which ends with the block."""
+        return bool(self._child)
+
     def __enter__(self) -> FirstForward:
         self._began_at = time.monotonic()
         self._forward_hook = register_module_forward_pre_hook(self._before_forward)

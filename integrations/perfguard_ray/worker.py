@@ -1,0 +1,185 @@
+"""What happens in the process of a trial, beside the user's code, and what it and the driver send each other.
+
+the driver    sends, when a trial starts, what is wanted of it: a captured step, or why a dry run has shown none
+the trial     holds a real step against the captured one, and sends the difference; or it forks at the first forward pass
+              of its training, sends what a dry run from there on has seen, and waits for the verdict
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+from ray import cloudpickle
+from ray.experimental import internal_kv
+
+from perfguard.capture.ranks import torchrun_variables
+from perfguard.exceptions import CaptureError
+
+if TYPE_CHECKING:
+    from perfguard.capture.first_forward import FirstForward
+    from perfguard.capture.real import RealStep
+    from perfguard.measure import Run
+    from perfguard.workload import CapturedTrial
+
+Topic = Literal["wanted", "seen", "verdict", "difference"]
+
+
+def send(trial_id: str, topic: Topic, content: Any) -> None:
+    """Leave ``content`` for the other side, in the key-value store of Ray's head node, through which Tune sends trainables."""
+    internal_kv._internal_kv_put(f"{trial_id}/{topic}", cloudpickle.dumps(content), namespace=_namespace())
+
+
+def receive(trial_id: str, topic: Topic) -> Any:
+    """Take what the other side has sent. None: nothing."""
+    key, namespace = f"{trial_id}/{topic}", _namespace()
+    found = internal_kv._internal_kv_get(key, namespace=namespace)
+    if found is None:
+        return None
+    internal_kv._internal_kv_del(key, namespace=namespace)
+    return cloudpickle.loads(found)
+
+
+def _namespace() -> str:
+    return f"perfguard-{ray.get_runtime_context().get_job_id()}"  # the driver's
+
+
+class TrialRejected(Exception):
+    """Ends a trial that does not fit, at the first forward pass of its training."""
+
+
+class Watch:
+    """Does in a trial what the driver wants of it. Unasked it does nothing, and no failure of its own ends a trial.
+
+    Args:
+        trial_id: Tune's id of the trial. None: this process has none.
+        most_seconds: how long the trial waits for its verdict. The driver may be in the dry run of another one.
+    """
+
+    def __init__(self, trial_id: str | None, *, most_seconds: float = 600.0) -> None:
+        self._trial_id = trial_id
+        self._most_seconds = most_seconds
+        self._has_begun = False
+        self._real_step: RealStep | None = None
+
+    def training(self, run: Run) -> AbstractContextManager[FirstForward | None]:
+        """Return the block in which the trial of ``run`` begins to train. It raises TrialRejected if the trial does not fit."""
+        trial_id, wanted = self._trial_id, None
+        if trial_id is not None and not self._has_begun:
+            self._has_begun = True
+            with suppress(Exception):
+                wanted = receive(trial_id, "wanted")
+        if trial_id is None or wanted is None:
+            return nullcontext()
+        from perfguard.capture.first_forward import FirstForward  # loads torch
+        from perfguard.capture.real import RealStep
+
+        device, found = wanted
+        if not isinstance(found, CaptureError):
+            self._real_step = RealStep(found, device.kind)
+            return nullcontext()
+
+        def judge(found: CapturedTrial | Exception) -> None:
+            reason = ""
+            with suppress(Exception), run.left_out(after_s=first_forward.waited_s):
+                send(trial_id, "seen", (found, first_forward.set_up_s))
+                reason = self._verdict_on(trial_id)
+            if reason:
+                raise TrialRejected(reason)
+
+        first_forward = FirstForward(device, judge, pretend_session, problem=found)
+        return first_forward
+
+    def _verdict_on(self, trial_id: str) -> str:
+        """Why the trial is rejected. Empty: it is not, or nobody answers."""
+        ends_at = time.monotonic() + self._most_seconds
+        while time.monotonic() < ends_at:
+            if (reason := receive(trial_id, "verdict")) is not None:
+                return str(reason)
+            time.sleep(0.05)
+        return ""
+
+    def after_step(self, optimizer: Any) -> None:
+        """Hold a step of ``optimizer`` against the captured one."""
+        step, trial_id = self._real_step, self._trial_id
+        if step is None or trial_id is None:
+            return
+        step.after_step(optimizer)
+        if step.is_over:
+            self._real_step = None
+            if step.difference is not None:
+                with suppress(Exception):
+                    send(trial_id, "difference", step.difference)
+
+    def close(self) -> None:
+        """The trial is over."""
+        if self._real_step is not None:
+            self._real_step.close()
+
+
+def play_steps(step: Callable[[], object]) -> None:
+    """Make the steps of a Trainable class that a dry run has to see."""
+    for _ in range(3):
+        step()
+    raise CaptureError("a Trainable class does not say when it ends")
+
+
+def session_here() -> Any:
+    """Whatever ``tune.report`` or ``ray.train.report`` of this process talks to; None outside both."""
+    from ray.train._internal.session import get_session
+
+    session = get_session()
+    if session is not None:
+        return session
+    try:
+        from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+        return get_train_fn_utils()
+    except (ImportError, RuntimeError):
+        return None
+
+
+def pretend_session() -> None:
+    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60)."""
+    from ray import actor, remote_function
+    from ray.train._internal import session
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
+
+    hooked: Any = (actor, "_actor_launch_hook"), (remote_function, "_task_launch_hook")
+    for module, name in hooked:
+        setattr(module, name, refuse)
+    with suppress(ImportError):
+        from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+        if "_get_local_controller" in vars(TorchTrainer):  # older ones cannot run in this process
+            TorchTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
+    folder = str(Path.cwd())
+    session._session = SimpleNamespace(  # type: ignore[assignment]
+        report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
+        node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
+        trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
+        _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
+    )  # fmt: skip
+
+
+def _run_first_worker(trainer: Any) -> Any:
+    """A trainer of Ray Train runs its function as it does under torchrun: in this process, the first of its workers."""
+    from ray.train._internal import session
+
+    if trainer.datasets:
+        raise CaptureError("A TorchTrainer with datasets=... reads from Ray Data, which a dry run does not see. Use build=...")
+    workers = trainer.scaling_config.num_workers  # of (fewest, most), the fewest: each holds a larger shard
+    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))
+    of_trial, session._session = session._session, None  # workers are in no trial of Tune
+    try:
+        return trainer._get_local_controller().run(trainer._get_train_func())
+    finally:
+        session._session = of_trial
