@@ -156,8 +156,11 @@ class Ledger:
             found: AnyWorkload | Exception = self.workload(config)
         except Exception as error:  # the verdict says so
             found = error
+        decide = functools.partial(
+            self.guard.decide, make_of(found), study=self.study, trial=trial, params=config, trial_id=trial_id
+        )
         if runs_anyway:
-            return _entry(self._decide(found, config, trial, trial_id), config)
+            return _entry(decide(), config)
         search, key = self.search, self._key_of(config, found)
         known = search.recall(key, self.guard)
         if known is not None:
@@ -168,25 +171,13 @@ class Ledger:
             undecided = Decision("", Verdict(action="launch", unjudged=f"{found}"), study=self.study)
             search.count(undecided.verdict, self.guard)
             return Entry(undecided, config, wanted=found)
-        decision = self._decide(found, config, trial, trial_id, threshold=search.threshold(self.guard))
+        decision = decide(threshold=search.threshold(self.guard))
         search.count(decision.verdict, self.guard)
         self._remember(key, config, decision)
         entry = _entry(decision, config)
         if isinstance(found, CapturedTrial) and not entry.rejected and self.guard.watch(found) is not None:
             entry.wanted = found
         return entry
-
-    def _decide(
-        self,
-        found: AnyWorkload | Exception,
-        config: Mapping[str, Any],
-        trial: int | None,
-        trial_id: str | None,
-        *,
-        threshold: float | None = None,
-    ) -> Decision:
-        names = {"study": self.study, "trial": trial, "trial_id": trial_id}
-        return self.guard.decide(make_of(found), params=config, threshold=threshold, **names)
 
     def _remember(self, key: Hashable, config: Mapping[str, Any], decision: Decision) -> None:
         before = self.search.remember(key, decision.verdict, decision_id=decision.id)
@@ -205,15 +196,20 @@ class Ledger:
         if seen is None:
             return False
         (found, set_up_s), entry, reason = seen, self.entries[trial_id], ""
-        assert isinstance(self.build, DryRuns)
+        config, entry.wanted = entry.config, None
         try:
-            self.build.note_first_forward(found, set_up_s)
-            entry.wanted = None
-            entry.decision = self._decide(found, entry.config, trial, trial_id, threshold=self.search.threshold(self.guard))
+            if isinstance(self.build, DryRuns):
+                self.build.note_first_forward(found, set_up_s)
+            if isinstance(found, CapturedTrial):
+                found = self._with_steps(found, config)
+            threshold = self.search.threshold(self.guard)
+            entry.decision = self.guard.decide(
+                make_of(found), study=self.study, trial=trial, params=config, trial_id=trial_id, threshold=threshold
+            )
+            self._remember(_hash_of(config), config, entry.decision)
             if entry.rejected:
                 self.search.count(entry.decision.verdict, self.guard)
                 entry.started_at, reason = None, entry.decision.verdict.reason
-            self._remember(_hash_of(entry.config), entry.config, entry.decision)
         finally:
             send(trial_id, "verdict", reason)
         return entry.rejected
@@ -230,6 +226,9 @@ class Ledger:
         if hidden:
             raise ConfigurationError(hidden)
         made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
+        return self._with_steps(made, config)
+
+    def _with_steps(self, made: AnyWorkload, config: Mapping[str, Any]) -> AnyWorkload:
         return self.guard.with_steps(made, flatten_dict(dict(config)))
 
     def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
@@ -305,9 +304,13 @@ class Ledger:
             return
         if status is None:
             status, note = entry.end[0], entry.end[1] or note
-        if entry.is_undecided and status != "interrupted":
-            decide = self.guard.record
-            entry.decision = decide(entry.decision.verdict, study=self.study, params=entry.config, trial_id=trial_id)
+        if entry.is_undecided and status != "interrupted":  # it ended before its first forward pass
+            verdict = entry.decision.verdict
+            entry.decision = self.guard.record(verdict, study=self.study, params=entry.config, trial_id=trial_id)
+            if status == "ok":
+                self.warn_once(
+                    "undecided", UnguardedTrialWarning, f"A trial ended before PerfGuard could judge it: {verdict.unjudged}"
+                )
         if not entry.report and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(

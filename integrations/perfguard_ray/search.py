@@ -196,15 +196,15 @@ class PerfGuardSearcher(_Guarded, Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._is_waiting = False
-        entry = self.ledger.entries.get(trial_id)
-        if entry is not None and entry.rejected_late:
-            inner_id = self._inner_ids.pop(trial_id, trial_id)
+        inner_id, entry = self._inner_ids.pop(trial_id, trial_id), self.ledger.entries.get(trial_id)
+        if entry is not None:  # it may have been judged after its start
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
+        if entry is not None and entry.rejected_late:
             self._turn_down(inner_id)
             return
         if result and not error:
             self._remember_worst(result)
-        self.searcher.on_trial_complete(self._inner_ids.pop(trial_id, trial_id), result=result, error=error)
+        self.searcher.on_trial_complete(inner_id, result=result, error=error)
         self._score_rejected()
 
     def _remember_worst(self, result: Mapping[str, Any]) -> None:

@@ -38,6 +38,8 @@ def send(trial_id: str, topic: Topic, content: Any) -> None:
 
 def receive(trial_id: str, topic: Topic) -> Any:
     """Take what the other side has sent. None: nothing."""
+    if not ray.is_initialized():  # a class is made outside Tune
+        return None
     key, namespace = f"{trial_id}/{topic}", _namespace()
     found = internal_kv._internal_kv_get(key, namespace=namespace)
     if found is None:
@@ -47,7 +49,7 @@ def receive(trial_id: str, topic: Topic) -> Any:
 
 
 def _namespace() -> str:
-    return f"perfguard-{ray.get_runtime_context().get_job_id()}"  # the driver's
+    return f"perfguard-{ray.get_runtime_context().get_job_id()}"  # that of the driver, in its workers too
 
 
 class TrialRejected(Exception):
@@ -85,10 +87,12 @@ class Watch:
             self._real_step = RealStep(found, device.kind)
             return nullcontext()
 
-        def judge(found: CapturedTrial | Exception) -> None:
+        def judge(seen: CapturedTrial | Exception) -> None:
             reason = ""
             with suppress(Exception), run.left_out(after_s=first_forward.waited_s):
-                send(trial_id, "seen", (found, first_forward.set_up_s))
+                # The set-up of a class was before this block.
+                set_up_s = first_forward.set_up_s and run.elapsed_s - first_forward.waited_s
+                send(trial_id, "seen", (seen, set_up_s))
                 reason = self._verdict_on(trial_id)
             if reason:
                 raise TrialRejected(reason)

@@ -139,8 +139,8 @@ class DryRuns:
 
     def judges_late(self, problem: Exception) -> bool:
         """Whether a trial whose dry run has shown nothing but ``problem`` is to be judged at its first forward pass."""
-        is_mended = isinstance(problem, CaptureError) and not isinstance(problem, SelfEnded)
-        return is_mended and self._num_failed_late < self.most_failed
+        may_help = isinstance(problem, CaptureError) and not isinstance(problem, SelfEnded) and hasattr(os, "fork")
+        return may_help and self._num_failed_late < self.most_failed
 
     def note_first_forward(self, found: CapturedTrial | Exception, set_up_s: float) -> None:
         """Note what a trial has shown at its first forward pass, ``set_up_s`` seconds after its start.
