@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError
 from ray.tune import Callback, Trainable
-from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.result import DONE, RESULT_DUPLICATE
 from ray.tune.utils import flatten_dict
@@ -277,15 +276,14 @@ class PerfGuardCallback(Callback):
         return status_of_failure(error), lines[-1].strip()[:200] if lines else ""
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        """Give the verdicts for which trials wait, and end trials that a stopper of the whole experiment has ended.
-
-        Tune does not notify callbacks of the latter in another way.
-        """
+        """Give verdicts to trials that wait for them, and end those that a stopper of the whole experiment has ended."""
         for trial in trials if self.ledger.entries else ():
             entry = self.ledger.entries.get(trial.trial_id)
-            if entry is not None and entry.is_undecided and self.ledger.decide_late(trial.trial_id, trial=number_of(trial)):
-                _controller().stop_trial(trial)
+            if entry is not None and self.ledger.decide_late(trial.trial_id, trial=number_of(trial)):
+                # Tune gives callbacks no other way to end a trial without an error or a result.
+                _of_caller("self", "ray.tune.execution.tune_controller").stop_trial(trial)
             elif entry is not None and trial.status == Trial.TERMINATED:
+                # Of these, Tune does not notify callbacks in another way.
                 note = f"{CUT_SHORT}: stopped with the experiment"
                 self.ledger.finish(trial.trial_id, None if entry.report else "interrupted", note=note)
 
@@ -353,24 +351,15 @@ def _error_of(trial: Trial) -> Exception | None:
     return None
 
 
-def _controller() -> TuneController:
-    """The caller of the callback. Tune gives callbacks no way to end a trial without an error or a result (Ray 2.43 to 2.60)."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), TuneController):
-        frame = frame.f_back
-    assert frame is not None
-    return cast(TuneController, frame.f_locals["self"])
-
-
 def _verbosity() -> int:
-    """``RunConfig(verbose=...)`` of the run that sets up its callbacks.
+    """``RunConfig(verbose=...)`` of the run that sets up its callbacks. Tune passes it only to its own reporters."""
+    verbose = _of_caller("verbose", "ray.tune.tune")
+    return int(verbose.value if isinstance(verbose, Enum) else verbose or 0)
 
-    Tune passes it only to its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
-    """
+
+def _of_caller(name: str, module: str) -> Any:
+    """A variable of the function of Tune that called the callback (Ray 2.43 to 2.60). None: there is none."""
     frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == "ray.tune.tune":
-            verbose = frame.f_locals.get("verbose")
-            return int(verbose.value if isinstance(verbose, Enum) else verbose or 0)
+    while frame is not None and not (frame.f_globals.get("__name__") == module and name in frame.f_locals):
         frame = frame.f_back
-    return 0
+    return None if frame is None else frame.f_locals[name]

@@ -7,11 +7,9 @@ import functools
 import inspect
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import ray
 from ray import tune
@@ -22,7 +20,7 @@ from perfguard.capture import Answer, DryRuns, seen
 from perfguard.exceptions import CaptureError, ConfigurationError
 from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
-from perfguard_ray.ledger import Ledger, make_ledger
+from perfguard_ray.ledger import InThisProcess, Ledger, make_ledger
 from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
 from perfguard_ray.worker import play_steps, pretend_session
 
@@ -127,7 +125,8 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
     """Return ``trainable`` for ``tune.Tuner``, guarded: what would run out of memory or time never becomes a trial.
 
     Before each trial, the training function runs in a task without a GPU where nothing is computed, and shows what the trial
-    would run. The search of the ``tune_config`` is wrapped in a :class:`PerfGuardSearcher` or a
+    would run. Where that fails, the trial is judged at its first training forward pass, in its own process, and ends there if it
+    does not fit. The search of the ``tune_config`` is wrapped in a :class:`PerfGuardSearcher` or a
     :class:`PerfGuardVariantGenerator`, and the trials are measured.
 
     Example:
@@ -154,28 +153,9 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
             return trainable(config)
 
     given: Any = measured(trainable) if isinstance(trainable, type) else functools.wraps(trainable)(measuring)
-    given.perfguard = _InThisProcess(ledger)
+    given.perfguard = InThisProcess(ledger)
     _let_tuner_wire()
     return given
-
-
-class _InThisProcess:
-    """Holds the ledger beside a trainable. It does not travel to the workers, but Tune pickles a class in its own process too."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self._key = uuid.uuid4().hex
-        _here[self._key] = self
-
-    def __reduce__(self) -> Any:
-        return _found_here, (self._key,)
-
-
-_here: WeakValueDictionary[str, _InThisProcess] = WeakValueDictionary()
-
-
-def _found_here(key: str) -> _InThisProcess | None:
-    return _here.get(key)
 
 
 @functools.cache
@@ -185,7 +165,7 @@ def _let_tuner_wire() -> None:
 
     @functools.wraps(plain)
     def __init__(tuner: tune.Tuner, trainable: Any = None, **options: Any) -> None:
-        if isinstance(getattr(trainable, "perfguard", None), _InThisProcess):
+        if isinstance(getattr(trainable, "perfguard", None), InThisProcess):
             options = _wired(trainable.perfguard.ledger, options)
         elif any(_is_guarded(cell) for cell in getattr(trainable, "__closure__", None) or ()):
             raise ConfigurationError(
@@ -198,7 +178,7 @@ def _let_tuner_wire() -> None:
 
 def _is_guarded(cell: Any) -> bool:
     with suppress(ValueError):  # the cell is empty
-        return isinstance(getattr(cell.cell_contents, "perfguard", None), _InThisProcess)
+        return isinstance(getattr(cell.cell_contents, "perfguard", None), InThisProcess)
     return False
 
 

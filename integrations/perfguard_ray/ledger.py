@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from ray import cloudpickle
 from ray.tune.experiment import Trial
@@ -66,16 +67,6 @@ class Entry:
     """Whether it has used another device than the guarded one."""
     wanted: CapturedTrial | CaptureError | None = None
     """What the trial is to compare with a real step; or why it is to be judged at its first forward pass. None: nothing."""
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether the trial is judged at its first forward pass, which it has not come to."""
-        return isinstance(self.wanted, CaptureError)
-
-    @property
-    def rejected_late(self) -> bool:
-        """Whether it was rejected at its first forward pass. So it ends there, and is not measured."""
-        return self.rejected and self.started_at is None
 
     @property
     def rejected(self) -> bool:
@@ -143,6 +134,7 @@ class Ledger:
         trial: int | None = None,
         trial_id: str | None = None,
         runs_anyway: bool = False,
+        seen: CapturedTrial | Exception | None = None,
     ) -> Entry:
         """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
 
@@ -151,9 +143,10 @@ class Ledger:
             trial: Tune's number of the trial. It is for the log.
             trial_id: Tune's id of it.
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
+            seen: what the trial has shown at its first forward pass. None: it has not started.
         """
         try:
-            found: AnyWorkload | Exception = self.workload(config)
+            found: AnyWorkload | Exception = self.workload(config, seen)
         except Exception as error:  # the verdict says so
             found = error
         decide = functools.partial(
@@ -161,61 +154,53 @@ class Ledger:
         )
         if runs_anyway:
             return _entry(decide(), config)
-        search, key = self.search, self._key_of(config, found)
+        # One that is proposed again is not known by what it has shown.
+        search, key = self.search, self._key_of(config, found) if seen is None else _hash_of(config)
         known = search.recall(key, self.guard)
         if known is not None:
             self.num_repeated += 1
             search.count(known.verdict, self.guard)
             return Entry(Decision("", known.verdict), config)
-        if isinstance(found, CaptureError) and isinstance(self.build, DryRuns) and self.build.judges_late(found):
-            undecided = Decision("", Verdict(action="launch", unjudged=f"{found}"), study=self.study)
-            search.count(undecided.verdict, self.guard)
-            return Entry(undecided, config, wanted=found)
+        if seen is None and isinstance(found, CaptureError) and isinstance(self.build, DryRuns) and self.build.judges_late(found):
+            undecided = Verdict(action="launch", unjudged=f"{found}")
+            search.count(undecided, self.guard)
+            return Entry(Decision("", undecided, study=self.study), config, wanted=found)
         decision = decide(threshold=search.threshold(self.guard))
-        search.count(decision.verdict, self.guard)
-        self._remember(key, config, decision)
-        entry = _entry(decision, config)
-        if isinstance(found, CapturedTrial) and not entry.rejected and self.guard.watch(found) is not None:
-            entry.wanted = found
-        return entry
-
-    def _remember(self, key: Hashable, config: Mapping[str, Any], decision: Decision) -> None:
-        before = self.search.remember(key, decision.verdict, decision_id=decision.id)
+        if seen is None or decision.verdict.action == "prune":  # else it is counted already
+            search.count(decision.verdict, self.guard)
+        before = search.remember(key, decision.verdict, decision_id=decision.id)
         if before is not None:
             self.superseded.add(before.decision_id)
         elif decision.verdict.action == "prune" and self.verbose >= 1:
             print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
+        entry = _entry(decision, config)
+        if seen is None and isinstance(found, CapturedTrial) and not entry.rejected and self.guard.watch(found) is not None:
+            entry.wanted = found
+        return entry
 
     def decide_late(self, trial_id: str, *, trial: int | None = None) -> bool:
-        """Decide on a trial if it waits at its first forward pass, and let it go on. Return whether it is rejected.
+        """Give the verdict on a trial that waits for it at its first forward pass. Return whether it is rejected now.
 
         Raises:
             UnguardedTrialError: if it cannot be judged, and the guard is strict.
         """
-        seen = receive(trial_id, "seen")
-        if seen is None:
+        entry = self.entries[trial_id]
+        waiting = receive(trial_id, "seen") if isinstance(entry.wanted, CaptureError) else None
+        if waiting is None:
             return False
-        (found, set_up_s), entry, reason = seen, self.entries[trial_id], ""
-        config, entry.wanted = entry.config, None
+        (seen, set_up_s), entry.wanted = waiting, None
+        assert isinstance(self.build, DryRuns)
+        self.build.note_first_forward(seen, set_up_s)
         try:
-            if isinstance(self.build, DryRuns):
-                self.build.note_first_forward(found, set_up_s)
-            if isinstance(found, CapturedTrial):
-                found = self._with_steps(found, config)
-            threshold = self.search.threshold(self.guard)
-            entry.decision = self.guard.decide(
-                make_of(found), study=self.study, trial=trial, params=config, trial_id=trial_id, threshold=threshold
-            )
-            self._remember(_hash_of(config), config, entry.decision)
-            if entry.rejected:
-                self.search.count(entry.decision.verdict, self.guard)
-                entry.started_at, reason = None, entry.decision.verdict.reason
+            entry.decision = self.judge(entry.config, trial=trial, trial_id=trial_id, seen=seen).decision
         finally:
-            send(trial_id, "verdict", reason)
+            send(trial_id, "verdict", entry.decision.verdict.reason if entry.rejected else "")
+        if entry.rejected:
+            entry.started_at = None  # it is not measured
         return entry.rejected
 
-    def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
-        """Build what the trial of ``config`` would run.
+    def workload(self, config: Mapping[str, Any], seen: CapturedTrial | Exception | None = None) -> AnyWorkload:
+        """Build what the trial of ``config`` would run, unless it was ``seen``.
 
         Raises:
             ConfigurationError: if Tune does not show a value to the search.
@@ -225,10 +210,10 @@ class Ledger:
         hidden = why_hidden(config)
         if hidden:
             raise ConfigurationError(hidden)
-        made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
-        return self._with_steps(made, config)
-
-    def _with_steps(self, made: AnyWorkload, config: Mapping[str, Any]) -> AnyWorkload:
+        if seen is not None:
+            made = make_of(seen)()
+        else:
+            made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
         return self.guard.with_steps(made, flatten_dict(dict(config)))
 
     def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
@@ -304,13 +289,9 @@ class Ledger:
             return
         if status is None:
             status, note = entry.end[0], entry.end[1] or note
-        if entry.is_undecided and status != "interrupted":  # it ended before its first forward pass
+        if isinstance(entry.wanted, CaptureError) and status != "interrupted":  # it ended before it could be judged
             verdict = entry.decision.verdict
             entry.decision = self.guard.record(verdict, study=self.study, params=entry.config, trial_id=trial_id)
-            if status == "ok":
-                self.warn_once(
-                    "undecided", UnguardedTrialWarning, f"A trial ended before PerfGuard could judge it: {verdict.unjudged}"
-                )
         if not entry.report and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(
@@ -383,6 +364,25 @@ class Ledger:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
         self.__dict__.update(state)
+
+
+class InThisProcess:
+    """A ledger beside what Tune pickles. It is unpickled in the process of the driver, and None in all others."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._key = uuid.uuid4().hex
+        _here[self._key] = self
+
+    def __reduce__(self) -> Any:
+        return _found_here, (self._key,)
+
+
+_here: WeakValueDictionary[str, InThisProcess] = WeakValueDictionary()
+
+
+def _found_here(key: str) -> InThisProcess | None:
+    return _here.get(key)
 
 
 def make_ledger(build: AnyBuild, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:

@@ -199,7 +199,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
         inner_id, entry = self._inner_ids.pop(trial_id, trial_id), self.ledger.entries.get(trial_id)
         if entry is not None:  # it may have been judged after its start
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
-        if entry is not None and entry.rejected_late:
+        if entry is not None and entry.rejected and entry.started_at is None:
             self._turn_down(inner_id)
             return
         if result and not error:
@@ -460,10 +460,10 @@ def _optuna_trial(searcher: Any, inner_id: str) -> Any:
 
 def _set_constraints(searcher: Any, inner_id: str, margins: Mapping[Any, float]) -> None:
     """Report constraints to samplers that model them (Optuna 5): the distance from feasibility, negative where it fits."""
-    set_constraint = getattr(_optuna_trial(searcher, inner_id), "set_constraint", None)
-    if set_constraint is not None:
+    trial = _optuna_trial(searcher, inner_id)
+    if not getattr(trial, "constraints", True):  # each is set once
         for quantity, margin in margins.items():
-            set_constraint(f"perfguard:{quantity}", margin)
+            trial.set_constraint(f"perfguard:{quantity}", margin)
 
 
 def _become(trial: Trial, config: dict[str, Any], resolved: dict[tuple[str, ...], Any]) -> None:

@@ -19,12 +19,12 @@ import ray
 from ray import cloudpickle
 from ray.experimental import internal_kv
 
+from perfguard.capture.first_forward import FirstForward
 from perfguard.capture.ranks import torchrun_variables
+from perfguard.capture.real import RealStep
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
-    from perfguard.capture.first_forward import FirstForward
-    from perfguard.capture.real import RealStep
     from perfguard.measure import Run
     from perfguard.workload import CapturedTrial
 
@@ -32,24 +32,22 @@ Topic = Literal["wanted", "seen", "verdict", "difference"]
 
 
 def send(trial_id: str, topic: Topic, content: Any) -> None:
-    """Leave ``content`` for the other side, in the key-value store of Ray's head node, through which Tune sends trainables."""
-    internal_kv._internal_kv_put(f"{trial_id}/{topic}", cloudpickle.dumps(content), namespace=_namespace())
+    """Leave ``content`` for the other side, in the store through which Tune sends trainables. It is lost if Ray fails."""
+    with suppress(Exception):
+        internal_kv._internal_kv_put(_key(trial_id, topic), cloudpickle.dumps(content))
 
 
 def receive(trial_id: str, topic: Topic) -> Any:
     """Take what the other side has sent. None: nothing."""
-    if not ray.is_initialized():  # a class is made outside Tune
-        return None
-    key, namespace = f"{trial_id}/{topic}", _namespace()
-    found = internal_kv._internal_kv_get(key, namespace=namespace)
-    if found is None:
-        return None
-    internal_kv._internal_kv_del(key, namespace=namespace)
-    return cloudpickle.loads(found)
+    with suppress(Exception):
+        if ray.is_initialized() and (found := internal_kv._internal_kv_get(_key(trial_id, topic))) is not None:
+            internal_kv._internal_kv_del(_key(trial_id, topic))
+            return cloudpickle.loads(found)
+    return None
 
 
-def _namespace() -> str:
-    return f"perfguard-{ray.get_runtime_context().get_job_id()}"  # that of the driver, in its workers too
+def _key(trial_id: str, topic: Topic) -> str:
+    return f"perfguard/{ray.get_runtime_context().get_job_id()}/{trial_id}/{topic}"  # a job is a driver with its workers
 
 
 class TrialRejected(Exception):
@@ -57,7 +55,7 @@ class TrialRejected(Exception):
 
 
 class Watch:
-    """Does in a trial what the driver wants of it. Unasked it does nothing, and no failure of its own ends a trial.
+    """Does in a trial what the driver wants of it. Unasked it does nothing.
 
     Args:
         trial_id: Tune's id of the trial. None: this process has none.
@@ -65,61 +63,42 @@ class Watch:
     """
 
     def __init__(self, trial_id: str | None, *, most_seconds: float = 600.0) -> None:
-        self._trial_id = trial_id
+        self._trial_id = trial_id or ""
         self._most_seconds = most_seconds
-        self._has_begun = False
+        self._has_begun = trial_id is None
         self._real_step: RealStep | None = None
 
     def training(self, run: Run) -> AbstractContextManager[FirstForward | None]:
         """Return the block in which the trial of ``run`` begins to train. It raises TrialRejected if the trial does not fit."""
-        trial_id, wanted = self._trial_id, None
-        if trial_id is not None and not self._has_begun:
-            self._has_begun = True
-            with suppress(Exception):
-                wanted = receive(trial_id, "wanted")
-        if trial_id is None or wanted is None:
+        wanted = None if self._has_begun else receive(self._trial_id, "wanted")
+        self._has_begun = True
+        if wanted is None:
             return nullcontext()
-        from perfguard.capture.first_forward import FirstForward  # loads torch
-        from perfguard.capture.real import RealStep
-
         device, found = wanted
         if not isinstance(found, CaptureError):
             self._real_step = RealStep(found, device.kind)
             return nullcontext()
 
         def judge(seen: CapturedTrial | Exception) -> None:
-            reason = ""
-            with suppress(Exception), run.left_out(after_s=first_forward.waited_s):
-                # The set-up of a class was before this block.
-                set_up_s = first_forward.set_up_s and run.elapsed_s - first_forward.waited_s
-                send(trial_id, "seen", (seen, set_up_s))
-                reason = self._verdict_on(trial_id)
+            ends_at = time.monotonic() + self._most_seconds
+            set_up_s = first_forward.set_up_s and run.elapsed_s - first_forward.waited_s  # that of a class was before this block
+            with run.left_out(after_s=first_forward.waited_s):
+                send(self._trial_id, "seen", (seen, set_up_s))
+                while (reason := receive(self._trial_id, "verdict")) is None and time.monotonic() < ends_at:
+                    time.sleep(0.05)
             if reason:
                 raise TrialRejected(reason)
 
         first_forward = FirstForward(device, judge, pretend_session, problem=found)
         return first_forward
 
-    def _verdict_on(self, trial_id: str) -> str:
-        """Why the trial is rejected. Empty: it is not, or nobody answers."""
-        ends_at = time.monotonic() + self._most_seconds
-        while time.monotonic() < ends_at:
-            if (reason := receive(trial_id, "verdict")) is not None:
-                return str(reason)
-            time.sleep(0.05)
-        return ""
-
     def after_step(self, optimizer: Any) -> None:
         """Hold a step of ``optimizer`` against the captured one."""
-        step, trial_id = self._real_step, self._trial_id
-        if step is None or trial_id is None:
-            return
-        step.after_step(optimizer)
-        if step.is_over:
-            self._real_step = None
-            if step.difference is not None:
-                with suppress(Exception):
-                    send(trial_id, "difference", step.difference)
+        if self._real_step is not None:
+            self._real_step.after_step(optimizer)
+            if self._real_step.difference is not None:
+                send(self._trial_id, "difference", self._real_step.difference)
+                self._real_step.difference = None  # it is sent once
 
     def close(self) -> None:
         """The trial is over."""

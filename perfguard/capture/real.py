@@ -75,7 +75,7 @@ class RealStep(Recorder):
 
     def after_step(self, optimizer: Any) -> None:
         """Note the end of a step of ``optimizer``."""
-        if self.is_over:
+        if self._is_over and self not in _get_current_dispatch_mode_stack():
             return
         try:
             self._is_over = self._is_over or not self._goes_on(optimizer)
@@ -112,7 +112,7 @@ class RealStep(Recorder):
         self._marks.append(len(self.ops))
         if len(self._steps) < 2:
             return _differ(self._steps[0], self._expected, self._tolerance)
-        if not _differ(*self._steps, 0.01):
+        if not _differ(self._steps[0], self._steps[1], 0.01):
             self.difference = Difference(self.captured, self._in_words(), self._second_step())
         return False
 
@@ -128,11 +128,6 @@ class RealStep(Recorder):
 
     def _own(self, value: Any) -> list[torch.Tensor]:
         return [tensor for tensor in tensors_in(value) if tensor.device.type == self._device_kind]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no further step is recorded."""
-        return self._is_over and self not in _get_current_dispatch_mode_stack()
 
     def _in_words(self) -> str:
         real, dry = self._steps[0], self._expected

@@ -251,7 +251,7 @@ def test_a_trial_whose_set_up_needs_values_is_judged_where_its_training_begins(t
 
 
 def test_a_searcher_learns_of_a_trial_that_is_rejected_where_its_training_begins(tmp_path: Path) -> None:
-    search = OptunaSearch(seed=1, points_to_evaluate=[{"width": width} for width in (LARGE, SMALL, LARGE)])
+    search: Any = OptunaSearch(seed=1, points_to_evaluate=[{"width": width} for width in (LARGE, SMALL, LARGE)])
     guarded = perfguard_ray.guarded(train_by_values, **OPTIONS | {"gpu": "cpu"})
     fit(guarded, tmp_path, {"width": tune.choice([SMALL, LARGE])}, num_samples=3, search_alg=ConcurrencyLimiter(search, 1))
     trials = search._ot_study.trials
