@@ -104,7 +104,7 @@ def measured(trainable: T) -> T:
             try:
                 with self._perfguard_watch.training(self._perfguard_run) as first_forward:
                     result = super().step()
-                    if first_forward is not None and first_forward.is_dry_run:
+                    if first_forward is not None and first_forward.child:
                         play_steps(super().step)
             except TrialRejected:
                 return {RESULT_DUPLICATE: True}  # it ends, as a function that returns without a report

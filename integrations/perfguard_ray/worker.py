@@ -19,12 +19,12 @@ import ray
 from ray import cloudpickle
 from ray.experimental import internal_kv
 
-from perfguard.capture.first_forward import FirstForward
 from perfguard.capture.ranks import torchrun_variables
-from perfguard.capture.real import RealStep
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
+    from perfguard.capture.first_forward import FirstForward
+    from perfguard.capture.real import RealStep
     from perfguard.measure import Run
     from perfguard.workload import CapturedTrial
 
@@ -55,16 +55,10 @@ class TrialRejected(Exception):
 
 
 class Watch:
-    """Does in a trial what the driver wants of it. Unasked it does nothing.
+    """Does in a trial what the driver wants of it. Unasked it does nothing. A ``trial_id`` of None: this process has no trial."""
 
-    Args:
-        trial_id: Tune's id of the trial. None: this process has none.
-        most_seconds: how long the trial waits for its verdict. The driver may be in the dry run of another one.
-    """
-
-    def __init__(self, trial_id: str | None, *, most_seconds: float = 600.0) -> None:
+    def __init__(self, trial_id: str | None) -> None:
         self._trial_id = trial_id or ""
-        self._most_seconds = most_seconds
         self._has_begun = trial_id is None
         self._real_step: RealStep | None = None
 
@@ -74,13 +68,16 @@ class Watch:
         self._has_begun = True
         if wanted is None:
             return nullcontext()
+        from perfguard.capture.first_forward import FirstForward  # a third of a second, which other trials need not spend
+        from perfguard.capture.real import RealStep
+
         device, found = wanted
         if not isinstance(found, CaptureError):
             self._real_step = RealStep(found, device.kind)
             return nullcontext()
 
-        def judge(seen: CapturedTrial | Exception) -> None:
-            ends_at = time.monotonic() + self._most_seconds
+        def judge(seen: CapturedTrial | Exception, *, most_seconds: float = 600.0) -> None:
+            ends_at = time.monotonic() + most_seconds  # the driver may be in the dry run of another trial
             set_up_s = first_forward.set_up_s and run.elapsed_s - first_forward.waited_s  # that of a class was before this block
             with run.left_out(after_s=first_forward.waited_s):
                 send(self._trial_id, "seen", (seen, set_up_s))

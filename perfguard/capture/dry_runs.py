@@ -143,10 +143,7 @@ class DryRuns:
         return may_help and self._num_failed_late < self.most_failed
 
     def note_first_forward(self, found: CapturedTrial | Exception, set_up_s: float) -> None:
-        """Note what a trial has shown at its first forward pass, ``set_up_s`` seconds after its start.
-
-        If a dry run may not take as long, no more are made.
-        """
+        """Note what a trial has shown at its first forward pass. If a dry run may not take ``set_up_s``, no more are made."""
         self._num_failed_late = self._num_failed_late + 1 if isinstance(found, CaptureError) else 0
         if set_up_s > self._most_seconds:
             self._give_up(CaptureError(f"the set-up of the objective takes {set_up_s:.0f} s"))
