@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     from perfguard.budget import Limit
-    from perfguard.capture.real import RealStep
+    from perfguard.capture.real import Difference, RealStep
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.log import MeasurementStore
@@ -599,26 +599,26 @@ class Guard:
         self._real_steps[captured.graph.content_hash] = captured.graph
         return RealStep(captured, self.device.kind)
 
-    def _correct(self, decision: Decision, real_step: RealStep) -> Decision:
+    def _correct(self, decision: Decision, difference: Difference) -> Decision:
         """Put the step that really ran in the place of the captured one, in the log and for later trials that are equal."""
         self.warn_once(
             DriftWarning,
-            f"A trial runs another step than its dry run (shown once): {real_step.difference}. PerfGuard learns from the real "
+            f"A trial runs another step than its dry run (shown once): {difference.in_words}. PerfGuard learns from the real "
             "step, and judges equal trials by it. Look for code that depends on the device, on values or on the number of calls, "
             "or describe the step: build=...",
             about="real step",
         )
         with self._going_on(LogWarning, "log a real step"):
-            captured, graph = real_step.captured, real_step.graph
+            captured, graph = difference.captured, difference.graph
             self._real_steps[captured.graph.content_hash] = graph
             with self._lock:
                 verdict = self._judge(captured, graph)
-            verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {real_step.difference}")
+            verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {difference.in_words}")
             self.log.correct(decision.id, verdict, graph)
             decision = replace(decision, verdict=verdict)
         return decision
 
-    def learn(self, decision: Decision, measurement: Measurement, *, real_step: RealStep | None = None) -> None:
+    def learn(self, decision: Decision, measurement: Measurement, *, difference: Difference | None = None) -> None:
         """Log what a launched trial cost, and condition the predictor on all runs that the log holds for this device.
 
         A reading that cannot be believed is not learnt, and the guard warns about it once. A change of driver, framework or card
@@ -628,8 +628,8 @@ class Guard:
         Args:
             decision: on the trial.
             measurement: of the trial.
-            real_step: what was recorded of the trial, see :meth:`watch`. Where its dry run has shown another step, that is said
-                once, and the real step is learnt.
+            difference: what the trial really runs, if its dry run has shown another step, see :meth:`watch`. That is said once,
+                and the real step is learnt.
         """
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
@@ -641,8 +641,8 @@ class Guard:
             )
         elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
             measurement = replace(measurement, device_id=self.device.id)
-        if real_step is not None and real_step.difference and not elsewhere:
-            decision = self._correct(decision, real_step)
+        if difference is not None and not elsewhere:
+            decision = self._correct(decision, difference)
         if decision.verdict.phase:  # the log has the graph of a training step, which needs less
             measurement = replace(measurement, peak_memory_bytes=None)
         if not decision.id:

@@ -678,7 +678,7 @@ class KnownTrial:
             )
         else:
             self.owner.search_of(self.study).num_ended += 1
-            self.guard.learn(decision, measurement, real_step=real_step)
+            self.guard.learn(decision, measurement, difference=None if real_step is None else real_step.difference)
         return measurement
 
 

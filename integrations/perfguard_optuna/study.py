@@ -147,8 +147,6 @@ class GuardedObjective:
             )
         guard.calls_objective = True
         self._lock = threading.Lock()
-        self._num_failed = 0
-        """Trials in a row that could not be judged at their first forward pass either."""
         self.num_launched = 0
 
     def begin(self, study: optuna.Study) -> None:
@@ -276,7 +274,7 @@ class GuardedObjective:
             guarded._build = None
             return guarded
         except CaptureError as problem:
-            if not leads_ranks() and self._num_failed < captures.most_failed:
+            if not leads_ranks() and captures.judges_late(problem):
                 guarded.first_forward = self._first_forward_of(guarded, captures, problem)
                 guarded.known.begin_unjudged()
                 return guarded
@@ -288,8 +286,7 @@ class GuardedObjective:
 
         def judge(found: CapturedTrial | Exception) -> None:
             with uninterrupted():
-                captures.note_set_up(first_forward.set_up_s)
-                self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
+                captures.note_first_forward(found, first_forward.set_up_s)
                 trial.known.judge_late(found, waited_s=first_forward.waited_s)
 
         first_forward = FirstForward(self.guard.device, judge, lambda: leave_study(trial), problem=problem)

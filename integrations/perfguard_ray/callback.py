@@ -25,6 +25,7 @@ from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
 from perfguard_ray.ledger import REPAIR_KEY, ledger_of, number_of
+from perfguard_ray.worker import TrialRejected, Watch, play_steps, session_here
 
 if TYPE_CHECKING:
     from perfguard.report import Report
@@ -57,15 +58,24 @@ def measure(device: Device | None = None) -> Iterator[Run]:
         device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. The report names the device that the
             trial really used.
     """
-    run = _new_run(device)
-    _carry_with_reports(run)
+    session = session_here()
+    watch = Watch(getattr(session, "trial_id", None))
+    run = _new_run(watch, device)
+    if session is not None:
+        _carry_with_reports(run, session)
     run.start()
     try:
-        yield run
+        with watch.training(run):
+            yield run
+    except TrialRejected as error:  # by the driver, so this is no failure
+        _fail(run, error)
     except BaseException as error:
         _fail(run, error)
         raise
-    run.finish()
+    else:
+        run.finish()
+    finally:
+        watch.close()
 
 
 def measured(trainable: T) -> T:
@@ -79,12 +89,25 @@ def measured(trainable: T) -> T:
 
     class Measured(trainable):  # type: ignore[misc, valid-type]
         def setup(self, config: dict[str, Any], **parameters: Any) -> None:
-            self._perfguard_run = _new_run().start()
+            self._perfguard_begin()
             super().setup(config, **parameters)
+
+        def _perfguard_begin(self) -> None:
+            self._perfguard_watch = Watch(self.trial_id)
+            self._perfguard_run = _new_run(self._perfguard_watch).start()
+
+        def _perfguard_end(self) -> None:
+            self._perfguard_watch.close()
+            self._perfguard_run.finish()
 
         def step(self) -> dict[str, Any]:
             try:
-                result = super().step()
+                with self._perfguard_watch.training(self._perfguard_run) as first_forward:
+                    result = super().step()
+                    if first_forward is not None and first_forward.child:
+                        play_steps(super().step)
+            except TrialRejected:
+                return {RESULT_DUPLICATE: True}  # it ends, as a function that returns without a report
             except Exception as error:
                 _fail(self._perfguard_run, error)
                 raise
@@ -93,12 +116,12 @@ def measured(trainable: T) -> T:
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             done = bool(super().reset_config(new_config))
             if done:
-                self._perfguard_run.finish()
-                self._perfguard_run = _new_run().start()
+                self._perfguard_end()
+                self._perfguard_begin()
             return done
 
         def cleanup(self) -> None:
-            self._perfguard_run.finish()
+            self._perfguard_end()
             super().cleanup()
 
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
@@ -114,8 +137,8 @@ class _Cpu(NamedTuple):
     kind: str = "cpu"
 
 
-def _new_run(device: Device | None = None) -> Run:
-    return Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())))
+def _new_run(watch: Watch, device: Device | None = None) -> Run:
+    return Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())), on_step=watch.after_step)
 
 
 def _fail(run: Run, error: BaseException) -> None:
@@ -144,15 +167,12 @@ def measurement_in(error: BaseException | None) -> Measurement | None:
     return None
 
 
-def _carry_with_reports(run: Run) -> None:
-    """Let every report of the session in this process carry the measurements of ``run``, until another run takes over.
+def _carry_with_reports(run: Run, session: Any) -> None:
+    """Let every report of the ``session`` in this process carry the measurements of ``run``, until another run takes over.
 
     A session has no public hook for that. Ray Tune's is replaced on the instance (Ray 2.7 to 2.60). Ray says of Ray Train's that
     it "can be patched if new user APIs behaviors is wanted" (v2/_internal/execution/train_fn_utils.py, since 2.48).
     """
-    session = _session()
-    if session is None:
-        return
     plain: Callable[..., None] = getattr(session.report, "_perfguard_plain", session.report)
     trial_id = getattr(session, "trial_id", None)
 
@@ -164,21 +184,6 @@ def _carry_with_reports(run: Run) -> None:
 
     report._perfguard_plain = plain  # type: ignore[attr-defined]
     session.report = report
-
-
-def _session() -> Any:
-    """Whatever ``tune.report`` or ``ray.train.report`` of this process talks to; None outside both."""
-    from ray.train._internal.session import get_session
-
-    session = get_session()
-    if session is not None:
-        return session
-    try:
-        from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
-
-        return get_train_fn_utils()
-    except (ImportError, RuntimeError):
-        return None
 
 
 class PerfGuardCallback(Callback):
@@ -271,10 +276,14 @@ class PerfGuardCallback(Callback):
         return status_of_failure(error), lines[-1].strip()[:200] if lines else ""
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        """Trials that a stopper of the whole experiment has ended. Tune does not notify callbacks of them in another way."""
+        """Give verdicts to trials that wait for them, and end those that a stopper of the whole experiment has ended."""
         for trial in trials if self.ledger.entries else ():
             entry = self.ledger.entries.get(trial.trial_id)
-            if entry is not None and trial.status == Trial.TERMINATED:
+            if entry is not None and self.ledger.decide_late(trial.trial_id, trial=number_of(trial)):
+                # Tune gives callbacks no other way to end a trial without an error or a result.
+                _of_caller("self", "ray.tune.execution.tune_controller").stop_trial(trial)
+            elif entry is not None and trial.status == Trial.TERMINATED:
+                # Of these, Tune does not notify callbacks in another way.
                 note = f"{CUT_SHORT}: stopped with the experiment"
                 self.ledger.finish(trial.trial_id, None if entry.report else "interrupted", note=note)
 
@@ -343,14 +352,14 @@ def _error_of(trial: Trial) -> Exception | None:
 
 
 def _verbosity() -> int:
-    """``RunConfig(verbose=...)`` of the run that sets up its callbacks.
+    """``RunConfig(verbose=...)`` of the run that sets up its callbacks. Tune passes it only to its own reporters."""
+    verbose = _of_caller("verbose", "ray.tune.tune")
+    return int(verbose.value if isinstance(verbose, Enum) else verbose or 0)
 
-    Tune passes it only to its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
-    """
+
+def _of_caller(name: str, module: str) -> Any:
+    """A variable of the function of Tune that called the callback (Ray 2.43 to 2.60). None: there is none."""
     frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == "ray.tune.tune":
-            verbose = frame.f_locals.get("verbose")
-            return int(verbose.value if isinstance(verbose, Enum) else verbose or 0)
+    while frame is not None and not (frame.f_globals.get("__name__") == module and name in frame.f_locals):
         frame = frame.f_back
-    return 0
+    return None if frame is None else frame.f_locals[name]

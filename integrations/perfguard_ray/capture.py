@@ -9,8 +9,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,12 +17,12 @@ from ray.tune.search import BasicVariantGenerator, create_searcher
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import Answer, DryRuns, seen
-from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError, ConfigurationError
 from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
-from perfguard_ray.ledger import Ledger, make_ledger
+from perfguard_ray.ledger import InThisProcess, Ledger, make_ledger
 from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
+from perfguard_ray.worker import play_steps, pretend_session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,64 +111,22 @@ def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: boo
     for stream in (1, 2):
         os.dup2(null, stream)
     torch.set_num_threads(1)
-    _pretend_session()
+    pretend_session()
     return seen(lambda: _play(trainable, config), device, spares=spares)
 
 
 def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
     trial = trainable(config)
-    if not inspect.isclass(trainable):
-        return
-    for _ in range(3):
-        trial.step()
-    raise CaptureError("a Trainable class does not say when it ends")
-
-
-def _pretend_session() -> None:
-    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60)."""
-    from ray import actor, remote_function
-    from ray.train._internal import session
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
-
-    hooked: Any = (actor, "_actor_launch_hook"), (remote_function, "_task_launch_hook")
-    for module, name in hooked:
-        setattr(module, name, refuse)
-    with suppress(ImportError):
-        from ray.train.v2.torch.torch_trainer import TorchTrainer
-
-        if "_get_local_controller" in vars(TorchTrainer):  # older ones cannot run in this process
-            TorchTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
-    folder = str(Path.cwd())
-    session._session = SimpleNamespace(  # type: ignore[assignment]
-        report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
-        node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
-        trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
-        _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
-    )  # fmt: skip
-
-
-def _run_first_worker(trainer: Any) -> Any:
-    """A trainer of Ray Train runs its function as it does under torchrun: in this process, the first of its workers."""
-    from ray.train._internal import session
-
-    if trainer.datasets:
-        raise CaptureError("A TorchTrainer with datasets=... reads from Ray Data, which a dry run does not see. Use build=...")
-    workers = trainer.scaling_config.num_workers  # of (fewest, most), the fewest: each holds a larger shard
-    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))
-    of_trial, session._session = session._session, None  # workers are in no trial of Tune
-    try:
-        return trainer._get_local_controller().run(trainer._get_train_func())
-    finally:
-        session._session = of_trial
+    if inspect.isclass(trainable):
+        play_steps(trial.step)
 
 
 def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[GuardSettings]) -> Any:
     """Return ``trainable`` for ``tune.Tuner``, guarded: what would run out of memory or time never becomes a trial.
 
     Before each trial, the training function runs in a task without a GPU where nothing is computed, and shows what the trial
-    would run. The search of the ``tune_config`` is wrapped in a :class:`PerfGuardSearcher` or a
+    would run. Where that fails, the trial is judged at its first training forward pass, in its own process, and ends there if it
+    does not fit. The search of the ``tune_config`` is wrapped in a :class:`PerfGuardSearcher` or a
     :class:`PerfGuardVariantGenerator`, and the trials are measured.
 
     Example:
@@ -197,19 +153,9 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
             return trainable(config)
 
     given: Any = measured(trainable) if isinstance(trainable, type) else functools.wraps(trainable)(measuring)
-    given.perfguard = _InThisProcess(ledger)
+    given.perfguard = InThisProcess(ledger)
     _let_tuner_wire()
     return given
-
-
-class _InThisProcess:
-    """Holds the ledger beside a trainable. It does not travel to the workers."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 @functools.cache
@@ -219,7 +165,7 @@ def _let_tuner_wire() -> None:
 
     @functools.wraps(plain)
     def __init__(tuner: tune.Tuner, trainable: Any = None, **options: Any) -> None:
-        if isinstance(getattr(trainable, "perfguard", None), _InThisProcess):
+        if isinstance(getattr(trainable, "perfguard", None), InThisProcess):
             options = _wired(trainable.perfguard.ledger, options)
         elif any(_is_guarded(cell) for cell in getattr(trainable, "__closure__", None) or ()):
             raise ConfigurationError(
@@ -232,7 +178,7 @@ def _let_tuner_wire() -> None:
 
 def _is_guarded(cell: Any) -> bool:
     with suppress(ValueError):  # the cell is empty
-        return isinstance(getattr(cell.cell_contents, "perfguard", None), _InThisProcess)
+        return isinstance(getattr(cell.cell_contents, "perfguard", None), InThisProcess)
     return False
 
 

@@ -12,20 +12,22 @@ import uuid
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from ray import cloudpickle
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import DryRuns
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
 from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import Decision
+from perfguard.verdict import Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload, make_of
+from perfguard_ray.worker import receive, send
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -63,6 +65,8 @@ class Entry:
     """Status and note, if the trial ends now."""
     is_elsewhere: bool = False
     """Whether it has used another device than the guarded one."""
+    wanted: CapturedTrial | CaptureError | None = None
+    """What the trial is to compare with a real step; or why it is to be judged at its first forward pass. None: nothing."""
 
     @property
     def rejected(self) -> bool:
@@ -130,6 +134,7 @@ class Ledger:
         trial: int | None = None,
         trial_id: str | None = None,
         runs_anyway: bool = False,
+        seen: CapturedTrial | Exception | None = None,
     ) -> Entry:
         """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
 
@@ -138,9 +143,10 @@ class Ledger:
             trial: Tune's number of the trial. It is for the log.
             trial_id: Tune's id of it.
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
+            seen: what the trial has shown at its first forward pass. None: it has not started.
         """
         try:
-            found: AnyWorkload | Exception = self.workload(config)
+            found: AnyWorkload | Exception = self.workload(config, seen)
         except Exception as error:  # the verdict says so
             found = error
         decide = functools.partial(
@@ -148,23 +154,53 @@ class Ledger:
         )
         if runs_anyway:
             return _entry(decide(), config)
-        search, key = self.search, self._key_of(config, found)
+        # One that is proposed again is not known by what it has shown.
+        search, key = self.search, self._key_of(config, found) if seen is None else _hash_of(config)
         known = search.recall(key, self.guard)
         if known is not None:
             self.num_repeated += 1
             search.count(known.verdict, self.guard)
             return Entry(Decision("", known.verdict), config)
+        if seen is None and isinstance(found, CaptureError) and isinstance(self.build, DryRuns) and self.build.judges_late(found):
+            undecided = Verdict(action="launch", unjudged=f"{found}")
+            search.count(undecided, self.guard)
+            return Entry(Decision("", undecided, study=self.study), config, wanted=found)
         decision = decide(threshold=search.threshold(self.guard))
-        search.count(decision.verdict, self.guard)
+        if seen is None or decision.verdict.action == "prune":  # else it is counted already
+            search.count(decision.verdict, self.guard)
         before = search.remember(key, decision.verdict, decision_id=decision.id)
         if before is not None:
             self.superseded.add(before.decision_id)
         elif decision.verdict.action == "prune" and self.verbose >= 1:
             print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
-        return _entry(decision, config)
+        entry = _entry(decision, config)
+        if seen is None and isinstance(found, CapturedTrial) and not entry.rejected and self.guard.watch(found) is not None:
+            entry.wanted = found
+        return entry
 
-    def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
-        """Build what the trial of ``config`` would run.
+    def decide_late(self, trial_id: str, *, trial: int | None = None) -> bool:
+        """Give the verdict on a trial that waits for it at its first forward pass. Return whether it is rejected now.
+
+        Raises:
+            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        """
+        entry = self.entries[trial_id]
+        waiting = receive(trial_id, "seen") if isinstance(entry.wanted, CaptureError) else None
+        if waiting is None:
+            return False
+        (seen, set_up_s), entry.wanted = waiting, None
+        assert isinstance(self.build, DryRuns)
+        self.build.note_first_forward(seen, set_up_s)
+        try:
+            entry.decision = self.judge(entry.config, trial=trial, trial_id=trial_id, seen=seen).decision
+        finally:
+            send(trial_id, "verdict", entry.decision.verdict.reason if entry.rejected else "")
+        if entry.rejected:
+            entry.started_at = None  # it is not measured
+        return entry.rejected
+
+    def workload(self, config: Mapping[str, Any], seen: CapturedTrial | Exception | None = None) -> AnyWorkload:
+        """Build what the trial of ``config`` would run, unless it was ``seen``.
 
         Raises:
             ConfigurationError: if Tune does not show a value to the search.
@@ -174,7 +210,10 @@ class Ledger:
         hidden = why_hidden(config)
         if hidden:
             raise ConfigurationError(hidden)
-        made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
+        if seen is not None:
+            made = make_of(seen)()
+        else:
+            made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
         return self.guard.with_steps(made, flatten_dict(dict(config)))
 
     def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
@@ -212,6 +251,8 @@ class Ledger:
         if entry is None:
             entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial, hidden)
         entry.restart(from_checkpoint=from_checkpoint)
+        if entry.wanted is not None:
+            send(trial_id, "wanted", (self.guard.device, entry.wanted))
 
     def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None, hidden: str) -> Entry:
         if not self.search.num_launched and not self.search.num_rejected:
@@ -248,6 +289,9 @@ class Ledger:
             return
         if status is None:
             status, note = entry.end[0], entry.end[1] or note
+        if isinstance(entry.wanted, CaptureError) and status != "interrupted":  # it ended before it could be judged
+            verdict = entry.decision.verdict
+            entry.decision = self.guard.record(verdict, study=self.study, params=entry.config, trial_id=trial_id)
         if not entry.report and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(
@@ -261,7 +305,8 @@ class Ledger:
             measurement = self.measurement(entry, status, note)
             if isinstance(self.build, DryRuns):
                 self.build.afford(measurement.total_time_s)
-            self.guard.learn(entry.decision, measurement)
+            difference = None if entry.wanted is None else receive(trial_id, "difference")
+            self.guard.learn(entry.decision, measurement, difference=difference)
             self.search.num_ended += 1
         except Exception as error:
             self.warn_once(
@@ -319,6 +364,25 @@ class Ledger:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
         self.__dict__.update(state)
+
+
+class InThisProcess:
+    """A ledger beside what Tune pickles. It is unpickled in the process of the driver, and None in all others."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._key = uuid.uuid4().hex
+        _here[self._key] = self
+
+    def __reduce__(self) -> Any:
+        return _found_here, (self._key,)
+
+
+_here: WeakValueDictionary[str, InThisProcess] = WeakValueDictionary()
+
+
+def _found_here(key: str) -> InThisProcess | None:
+    return _here.get(key)
 
 
 def make_ledger(build: AnyBuild, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 from ray.tune import PlacementGroupFactory
 
 from perfguard.devices import mig_profiles, smallest_profile
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.predictor import Prediction
-from perfguard_ray.ledger import Ledger, ledger_of
+from perfguard_ray.ledger import InThisProcess, Ledger, ledger_of
 
 
 def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResources:
@@ -54,21 +52,18 @@ class TrialResources:
     """
 
     def __init__(self, ledger: Ledger, cpus: float, mig: bool) -> None:
-        self._key = uuid.uuid4().hex
+        self._here: InThisProcess | None = InThisProcess(ledger)
         self._cpus = cpus
         self._mig = mig
-        self._keeps: Ledger | None = ledger
-        _ledgers_here[self._key] = ledger
 
     @property
     def _ledger(self) -> Ledger:
-        ledger = _ledgers_here.get(self._key)
-        if ledger is None:
+        if self._here is None:
             raise ConfigurationError(
                 "The resources of a trial were requested outside the process that called perfguard_ray.resources(search). "
                 "Call it in the script that calls Tuner.fit() or Tuner.restore()."
             )
-        return ledger
+        return self._here.ledger
 
     def __call__(self, config: dict[str, Any]) -> PlacementGroupFactory:
         return PlacementGroupFactory([self.of(config)])
@@ -104,9 +99,3 @@ class TrialResources:
                 f"{type(error).__name__}: {error}",
             )
             return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_keeps": None}
-
-
-_ledgers_here: WeakValueDictionary[str, Ledger] = WeakValueDictionary()

@@ -196,9 +196,15 @@ class PerfGuardSearcher(_Guarded, Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._is_waiting = False
+        inner_id, entry = self._inner_ids.pop(trial_id, trial_id), self.ledger.entries.get(trial_id)
+        if entry is not None:  # it may have been judged after its start
+            _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
+        if entry is not None and entry.rejected and entry.started_at is None:
+            self._turn_down(inner_id)
+            return
         if result and not error:
             self._remember_worst(result)
-        self.searcher.on_trial_complete(self._inner_ids.pop(trial_id, trial_id), result=result, error=error)
+        self.searcher.on_trial_complete(inner_id, result=result, error=error)
         self._score_rejected()
 
     def _remember_worst(self, result: Mapping[str, Any]) -> None:
@@ -454,10 +460,10 @@ def _optuna_trial(searcher: Any, inner_id: str) -> Any:
 
 def _set_constraints(searcher: Any, inner_id: str, margins: Mapping[Any, float]) -> None:
     """Report constraints to samplers that model them (Optuna 5): the distance from feasibility, negative where it fits."""
-    set_constraint = getattr(_optuna_trial(searcher, inner_id), "set_constraint", None)
-    if set_constraint is not None:
+    trial = _optuna_trial(searcher, inner_id)
+    if not getattr(trial, "constraints", True):  # each is set once
         for quantity, margin in margins.items():
-            set_constraint(f"perfguard:{quantity}", margin)
+            trial.set_constraint(f"perfguard:{quantity}", margin)
 
 
 def _become(trial: Trial, config: dict[str, Any], resolved: dict[tuple[str, ...], Any]) -> None:

@@ -91,6 +91,7 @@ class DryRuns:
         self._server = 0
         self.most_failed = most_failed
         self._num_failed = 0
+        self._num_failed_late = 0
         self._num_runs = 0
         self._known: dict[Any, CapturedTrial | Exception] = {}
         """What was seen, by the parameters that change it."""
@@ -132,10 +133,16 @@ class DryRuns:
         """Let a dry run take a ``share`` of a trial of ``trial_s`` seconds. Who trains for hours may set up for minutes."""
         self._most_seconds = max(self._most_seconds, share * trial_s)
 
-    def note_set_up(self, seconds: float) -> None:
-        """Note how long the set-up of a real trial took. If a dry run may not take as long, no more are made."""
-        if seconds > self._most_seconds:
-            self._give_up(CaptureError(f"the set-up of the objective takes {seconds:.0f} s"))
+    def judges_late(self, problem: Exception) -> bool:
+        """Whether a trial whose dry run has shown nothing but ``problem`` is to be judged at its first forward pass."""
+        may_help = isinstance(problem, CaptureError) and not isinstance(problem, SelfEnded) and hasattr(os, "fork")
+        return may_help and self._num_failed_late < self.most_failed
+
+    def note_first_forward(self, found: CapturedTrial | Exception, set_up_s: float) -> None:
+        """Note what a trial has shown at its first forward pass. If a dry run may not take ``set_up_s``, no more are made."""
+        self._num_failed_late = self._num_failed_late + 1 if isinstance(found, CaptureError) else 0
+        if set_up_s > self._most_seconds:
+            self._give_up(CaptureError(f"the set-up of the objective takes {set_up_s:.0f} s"))
 
     def _give_up(self, why: CaptureError) -> None:
         self._continuous[()], self._known[()] = [], why

@@ -98,8 +98,8 @@ class FirstForward:
         self._watch: Watch
         self._pipe: Connection
         """To the process before."""
-        self._child = 0
-        """The number of this process. 0: it is not the child."""
+        self.child = 0
+        """The number of this process, which ends with the block. 0: it is not the child."""
 
     def __enter__(self) -> FirstForward:
         self._began_at = time.monotonic()
@@ -109,7 +109,7 @@ class FirstForward:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._child:
+        if self.child:
             self._end(error)
         self._hooks.close()
         if error is None and self._ended is not None:
@@ -118,7 +118,7 @@ class FirstForward:
             self._say(self._problem)
 
     def _is_looking(self) -> bool:
-        if torch.compiler.is_compiling() or threading.get_ident() != self._thread or self._child:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread or self.child:
             return False
         if self._ended is not None:
             raise self._ended
@@ -212,7 +212,7 @@ class FirstForward:
 
     def _go_on(self, pipe: Connection) -> Watch:
         """Enter the stage, on which the caller goes on."""
-        self._child, self._pipe = os.getpid(), pipe
+        self.child, self._pipe = os.getpid(), pipe
         try:
             os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees, which ends this group
             with suppress(OSError, AttributeError):
@@ -233,7 +233,7 @@ class FirstForward:
         return self._watch
 
     def _end(self, error: BaseException | None) -> NoReturn:
-        if os.getpid() != self._child:  # the objective has forked
+        if os.getpid() != self.child:  # the objective has forked
             os._exit(0)
 
         def show() -> CapturedTrial:

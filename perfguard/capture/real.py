@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -31,6 +31,16 @@ _NOUNS = {
     "norm_backward": "normalizations",
     "embedding": "embeddings",
 }
+
+
+class Difference(NamedTuple):
+    """What a trial really runs, where its dry run has shown another step."""
+
+    captured: CapturedTrial
+    in_words: str
+    """How the real step differs."""
+    graph: OpGraph
+    """The real step."""
 
 
 class RealStep(Recorder):
@@ -56,6 +66,8 @@ class RealStep(Recorder):
         self._expected = _backward(captured.graph.ops)
         self._steps: list[Counter[str]] = []
         self._marks = [0]
+        self.difference: Difference | None = None
+        """How the real steps differ from the captured one. None: they agree, or it is not known."""
         # One of two optimizers does not make a whole step. Where lengths vary or stages differ, no two steps need be alike.
         is_comparable = captured.num_optimizers == 1 and set(captured.phases) <= {"the evaluation", "an evaluation"}
         is_long = captured.steps is None or captured.steps >= 10  # the recorded step is slow, and the step time a median
@@ -98,7 +110,11 @@ class RealStep(Recorder):
         self.mark(gradients, StorageKind.GRADIENT)
         self._steps.append(_backward(self.ops[self._marks[-1] :]))
         self._marks.append(len(self.ops))
-        return len(self._steps) < 2 and self._differs
+        if len(self._steps) < 2:
+            return _differ(self._steps[0], self._expected, self._tolerance)
+        if not _differ(self._steps[0], self._steps[1], 0.01):
+            self.difference = Difference(self.captured, self._in_words(), self._second_step())
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -113,15 +129,7 @@ class RealStep(Recorder):
     def _own(self, value: Any) -> list[torch.Tensor]:
         return [tensor for tensor in tensors_in(value) if tensor.device.type == self._device_kind]
 
-    @property
-    def _differs(self) -> bool:
-        return _differ(self._steps[0], self._expected, self._tolerance)
-
-    @property
-    def difference(self) -> str:
-        """In words, how the real steps differ from the captured one. Empty: they agree, or it is not known."""
-        if len(self._steps) < 2 or not self._differs or _differ(self._steps[0], self._steps[1], 0.01):
-            return ""
+    def _in_words(self) -> str:
         real, dry = self._steps[0], self._expected
         ran = [
             f"runs {real[kind]} {noun} ({dry[kind]} in the dry run)" for kind, noun in _NOUNS.items() if real[kind] != dry[kind]
@@ -129,9 +137,7 @@ class RealStep(Recorder):
         wrote = f"writes {format_bytes(real['bytes'])} ({format_bytes(dry['bytes'])} in the dry run)"
         return f"its backward pass {' and '.join([*ran, wrote])}"
 
-    @property
-    def graph(self) -> OpGraph:
-        """The second step as it really ran. There is one if there is a difference."""
+    def _second_step(self) -> OpGraph:
         _, end, after = self._marks
         of_optimizer = range(1 + max(at for at, op in enumerate(self.ops[:end]) if op.phase is Phase.BACKWARD), end)
         ops = [op._replace(phase=Phase.OPTIMIZER) if at in of_optimizer else op for at, op in enumerate(self.ops)]

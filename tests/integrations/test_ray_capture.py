@@ -15,7 +15,8 @@ from ray import tune
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from ray.tune.integration.ray_train import TuneReportCallback
-from ray.tune.schedulers import FIFOScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +25,7 @@ import perfguard_ray
 from perfguard.exceptions import (
     CaptureError,
     ConfigurationError,
+    DriftWarning,
     NothingFeasibleWarning,
     UnguardedTrialError,
     UnguardedTrialWarning,
@@ -74,6 +76,42 @@ class Train(tune.Trainable):
         self.model(torch.ones(32, 64)).mean().backward()
         self.optimizer.step()
         return {"loss": 1.0, "done": self.iteration >= 2}
+
+
+def train_by_values(config: dict[str, Any]) -> None:
+    """Reads in its set-up what is 0 in a dry run."""
+    trial = TrainByValues(config)
+    for _ in range(12):
+        tune.report(trial.step())
+
+
+class TrainByValues(Train):
+    def setup(self, config: dict[str, Any]) -> None:
+        assert nn.Linear(8, 8).weight.square().sum().item() > 0
+        super().setup(config)
+        self.folder = Path(config["folder"])
+
+    def step(self) -> dict[str, Any]:
+        result = super().step()
+        (self.folder / f"stepped-{self.config['width']}").touch()
+        return result
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.setup(new_config)
+        return True
+
+
+def train_deeper(config: dict[str, Any]) -> None:
+    """Twice the layers where something is computed."""
+    depth = 4 if nn.Linear(1, 1).weight.is_meta else 8
+    model = nn.Sequential(nn.Linear(20, 64), *(nn.Linear(64, 64) for _ in range(depth)), nn.Linear(64, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for (x,) in DataLoader(TensorDataset(torch.randn(640, 20)), 32):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    tune.report({"loss": loss.item()})
 
 
 def train_without_end(config: dict[str, Any]) -> None:
@@ -183,10 +221,53 @@ def test_what_cannot_be_dry_run_is_launched_with_the_cause(tmp_path: Path) -> No
     assert len([one for one in caught if issubclass(one.category, UnguardedTrialWarning)]) == 1
 
 
-def test_a_strict_guard_launches_nothing_that_it_cannot_dry_run(tmp_path: Path) -> None:
-    with pytest.raises(UnguardedTrialError, match=r"test_ray_capture.py:\d+ with TypeError"):
-        fit(perfguard_ray.guarded(train_without_steps, strict=True, **OPTIONS), tmp_path, {"missing": 3})
-    assert not (tmp_path / "ran").exists()
+def test_a_strict_guard_ends_a_run_of_what_it_cannot_judge(tmp_path: Path) -> None:
+    with pytest.raises(UnguardedTrialError, match="made no step of a torch optimizer"):
+        fit(perfguard_ray.guarded(train_without_steps, strict=True, **OPTIONS), tmp_path, {})
+
+
+def test_a_trial_that_fails_before_its_first_forward_pass_is_counted(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train_without_steps, **OPTIONS)
+    (result,) = fit(guarded, tmp_path, {"missing": 3})
+    assert "TypeError" in str(result.error)
+    (record,) = guarded.perfguard.ledger.records()
+    assert (record.status, record.in_words) == ("failed", "unguarded")
+    assert "with TypeError" in record.reason
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("trainable", [train_by_values, TrainByValues])
+def test_a_trial_whose_set_up_needs_values_is_judged_where_its_training_begins(trainable: Any, tmp_path: Path) -> None:
+    """One that does not fit ends there, as a trial without a result: no error, and no other try."""
+    guarded = perfguard_ray.guarded(trainable, **OPTIONS | {"gpu": "cpu"})
+    space = {"width": tune.grid_search([LARGE, SMALL, 16])}
+    rejected, *launched = fit(guarded, tmp_path, space, scheduler=ASHAScheduler(max_t=9), reuse_actors=True)
+    assert (rejected.error, "loss" in rejected.metrics) == (None, False)
+    assert [result.metrics["perfguard/source"] for result in launched] == ["captured at the first forward pass"] * 2
+    assert all(result.metrics["perfguard/memory_measured_bytes"] > 0 for result in launched)
+    assert sorted(file.name for file in tmp_path.glob("stepped-*")) == ["stepped-16", f"stepped-{SMALL}"]
+    assert [record.in_words for record in guarded.perfguard.ledger.records()] == ["pruned", "launched", "launched"]
+    assert "captured at the first forward pass 3" in str(perfguard_ray.summarize(guarded))
+
+
+def test_a_searcher_learns_of_a_trial_that_is_rejected_where_its_training_begins(tmp_path: Path) -> None:
+    search: Any = OptunaSearch(seed=1, points_to_evaluate=[{"width": width} for width in (LARGE, SMALL, LARGE)])
+    guarded = perfguard_ray.guarded(train_by_values, **OPTIONS | {"gpu": "cpu"})
+    fit(guarded, tmp_path, {"width": tune.choice([SMALL, LARGE])}, num_samples=3, search_alg=ConcurrencyLimiter(search, 1))
+    trials = search._ot_study.trials
+    assert [trial.state.name for trial in trials[:3]] == ["PRUNED", "COMPLETE", "PRUNED"]
+    assert [trial.constraints["perfguard:memory"] > 0 for trial in trials[:3]] == [True, False, True]
+
+
+def test_a_real_step_is_held_against_the_dry_run_and_learnt(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train_deeper, **OPTIONS | {"gpu": "cpu", "memory_budget": "1GiB"})
+    with pytest.warns(DriftWarning, match=r"runs 19 matrix products \(11 in the dry run\)") as warned:
+        fit(guarded, tmp_path, {"number": tune.grid_search([1, 2])}, max_concurrent_trials=1)
+    assert sum(issubclass(warning.category, DriftWarning) for warning in warned) == 1
+    ledger = guarded.perfguard.ledger
+    first, second = (run.graph.flops for run in ledger.guard.log.observations(ledger.guard.device))
+    assert first == second > 1.5 * ledger.build({"number": 1}).graph.flops
+    assert ["the real step differs" in record.verdict.remark for record in ledger.records()] == [True, False]
 
 
 def test_only_values_that_change_the_step_are_dry_run_again(tmp_path: Path) -> None:

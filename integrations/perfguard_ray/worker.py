@@ -1,0 +1,165 @@
+"""What happens in the process of a trial, beside the user's code, and what it and the driver send each other.
+
+the driver    sends, when a trial starts, what is wanted of it: a captured step, or why a dry run has shown none
+the trial     holds a real step against the captured one, and sends the difference; or it forks at the first forward pass
+              of its training, sends what a dry run from there on has seen, and waits for the verdict
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+from ray import cloudpickle
+from ray.experimental import internal_kv
+
+from perfguard.capture.ranks import torchrun_variables
+from perfguard.exceptions import CaptureError
+
+if TYPE_CHECKING:
+    from perfguard.capture.first_forward import FirstForward
+    from perfguard.capture.real import RealStep
+    from perfguard.measure import Run
+    from perfguard.workload import CapturedTrial
+
+Topic = Literal["wanted", "seen", "verdict", "difference"]
+
+
+def send(trial_id: str, topic: Topic, content: Any) -> None:
+    """Leave ``content`` for the other side, in the store through which Tune sends trainables. It is lost if Ray fails."""
+    with suppress(Exception):
+        internal_kv._internal_kv_put(_key(trial_id, topic), cloudpickle.dumps(content))
+
+
+def receive(trial_id: str, topic: Topic) -> Any:
+    """Take what the other side has sent. None: nothing."""
+    with suppress(Exception):
+        if ray.is_initialized() and (found := internal_kv._internal_kv_get(_key(trial_id, topic))) is not None:
+            internal_kv._internal_kv_del(_key(trial_id, topic))
+            return cloudpickle.loads(found)
+    return None
+
+
+def _key(trial_id: str, topic: Topic) -> str:
+    return f"perfguard/{ray.get_runtime_context().get_job_id()}/{trial_id}/{topic}"  # a job is a driver with its workers
+
+
+class TrialRejected(Exception):
+    """Ends a trial that does not fit, at the first forward pass of its training."""
+
+
+class Watch:
+    """Does in a trial what the driver wants of it. Unasked it does nothing. A ``trial_id`` of None: this process has no trial."""
+
+    def __init__(self, trial_id: str | None) -> None:
+        self._trial_id = trial_id or ""
+        self._has_begun = trial_id is None
+        self._real_step: RealStep | None = None
+
+    def training(self, run: Run) -> AbstractContextManager[FirstForward | None]:
+        """Return the block in which the trial of ``run`` begins to train. It raises TrialRejected if the trial does not fit."""
+        wanted = None if self._has_begun else receive(self._trial_id, "wanted")
+        self._has_begun = True
+        if wanted is None:
+            return nullcontext()
+        from perfguard.capture.first_forward import FirstForward  # a third of a second, which other trials need not spend
+        from perfguard.capture.real import RealStep
+
+        device, found = wanted
+        if not isinstance(found, CaptureError):
+            self._real_step = RealStep(found, device.kind)
+            return nullcontext()
+
+        def judge(seen: CapturedTrial | Exception, *, most_seconds: float = 600.0) -> None:
+            ends_at = time.monotonic() + most_seconds  # the driver may be in the dry run of another trial
+            set_up_s = first_forward.set_up_s and run.elapsed_s - first_forward.waited_s  # that of a class was before this block
+            with run.left_out(after_s=first_forward.waited_s):
+                send(self._trial_id, "seen", (seen, set_up_s))
+                while (reason := receive(self._trial_id, "verdict")) is None and time.monotonic() < ends_at:
+                    time.sleep(0.05)
+            if reason:
+                raise TrialRejected(reason)
+
+        first_forward = FirstForward(device, judge, pretend_session, problem=found)
+        return first_forward
+
+    def after_step(self, optimizer: Any) -> None:
+        """Hold a step of ``optimizer`` against the captured one."""
+        if self._real_step is not None:
+            self._real_step.after_step(optimizer)
+            if self._real_step.difference is not None:
+                send(self._trial_id, "difference", self._real_step.difference)
+                self._real_step.difference = None  # it is sent once
+
+    def close(self) -> None:
+        """The trial is over."""
+        if self._real_step is not None:
+            self._real_step.close()
+
+
+def play_steps(step: Callable[[], object]) -> None:
+    """Make the steps of a Trainable class that a dry run has to see."""
+    for _ in range(3):
+        step()
+    raise CaptureError("a Trainable class does not say when it ends")
+
+
+def session_here() -> Any:
+    """Whatever ``tune.report`` or ``ray.train.report`` of this process talks to; None outside both."""
+    from ray.train._internal.session import get_session
+
+    session = get_session()
+    if session is not None:
+        return session
+    try:
+        from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+        return get_train_fn_utils()
+    except (ImportError, RuntimeError):
+        return None
+
+
+def pretend_session() -> None:
+    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60)."""
+    from ray import actor, remote_function
+    from ray.train._internal import session
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
+
+    hooked: Any = (actor, "_actor_launch_hook"), (remote_function, "_task_launch_hook")
+    for module, name in hooked:
+        setattr(module, name, refuse)
+    with suppress(ImportError):
+        from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+        if "_get_local_controller" in vars(TorchTrainer):  # older ones cannot run in this process
+            TorchTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
+    folder = str(Path.cwd())
+    session._session = SimpleNamespace(  # type: ignore[assignment]
+        report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
+        node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
+        trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
+        _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
+    )  # fmt: skip
+
+
+def _run_first_worker(trainer: Any) -> Any:
+    """A trainer of Ray Train runs its function as it does under torchrun: in this process, the first of its workers."""
+    from ray.train._internal import session
+
+    if trainer.datasets:
+        raise CaptureError("A TorchTrainer with datasets=... reads from Ray Data, which a dry run does not see. Use build=...")
+    workers = trainer.scaling_config.num_workers  # of (fewest, most), the fewest: each holds a larger shard
+    os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))
+    of_trial, session._session = session._session, None  # workers are in no trial of Tune
+    try:
+        return trainer._get_local_controller().run(trainer._get_train_func())
+    finally:
+        session._session = of_trial
