@@ -22,7 +22,7 @@ import sqlalchemy
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.devices import resolve_device
@@ -286,11 +286,6 @@ def test_an_iterator_of_before_is_not_read_on(dry: Callable[..., DryRuns]) -> No
 # --- Whatever the objective does ------------------------------------------------------------------------------------------------
 
 
-def hang(ask: Ask) -> None:
-    while True:
-        time.sleep(0.01)
-
-
 def hang_in_c(ask: Ask) -> None:
     time.sleep(1000)
 
@@ -302,11 +297,6 @@ def hang_without_end(ask: Ask) -> None:
             time.sleep(1000)
         except BaseException:
             continue
-
-
-def hang_against_sigterm(ask: Ask) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    hang_in_c(ask)
 
 
 def crash(ask: Ask) -> None:
@@ -327,21 +317,9 @@ def leave_at_once(ask: Ask) -> None:
     os._exit(0)
 
 
-def leave_with_a_status(ask: Ask) -> None:
-    os._exit(3)
-
-
 def step_never(ask: Ask) -> None:
     for _ in DataLoader(TensorDataset(torch.randn(8, 20))):
         pass
-
-
-def train_nothing(ask: Ask) -> None:
-    train(model=nn.Linear(20, 3).requires_grad_(False))
-
-
-def train_on_nothing(ask: Ask) -> None:
-    train(data=TensorDataset(torch.randn(0, 20), torch.randint(0, 3, (0,))))
 
 
 def have_a_bug(ask: Ask) -> None:
@@ -353,18 +331,13 @@ def return_what_cannot_be_asked(ask: Ask) -> None:
 
 
 TROUBLES: list[tuple[Objective, str]] = [
-    (hang, r"did not end within 0\.3 s"),
     (hang_in_c, r"did not end within 0\.3 s"),
     (hang_without_end, r"did not end within 0\.3 s"),
-    (hang_against_sigterm, r"did not end within 0\.3 s"),
     (crash, "ended by signal 11"),
     (eat, r"more than 0\.125 GiB of host memory"),
     (leave, r"test_dry_runs\.py:\d+ with SystemExit: that was it"),
     (leave_at_once, r"exit status 0"),
-    (leave_with_a_status, r"exit status 3"),
     (step_never, "no step of a torch optimizer"),
-    (train_nothing, r"test_dry_runs\.py:\d+ with RuntimeError: element 0 of tensors does not require grad"),
-    (train_on_nothing, "no step of a torch optimizer"),
     (have_a_bug, rf"test_dry_runs\.py:{have_a_bug.__code__.co_firstlineno + 1} with RuntimeError: .*4, 21"),
     (return_what_cannot_be_asked, r"test_dry_runs\.py:\d+ with \w+: .*pickle"),
 ]
@@ -419,16 +392,6 @@ def test_a_slow_loader_gives_few_batches(dry: Callable[..., DryRuns]) -> None:
     data = Slow(torch.randn(100_000, 20), torch.randint(0, 3, (100_000,)))
     captured = dry(lambda ask: train(data=data, batch=8, epochs=3)).capture(no_params)
     assert (captured.steps_per_epoch, captured.steps) == (12_500, 37_500)
-
-
-def test_a_stream_without_an_end_is_cut(dry: Callable[..., DryRuns]) -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield torch.randn(20), 1
-
-    captured = dry(lambda ask: train(data=Stream())).capture(no_params)
-    assert (captured.steps_per_epoch, captured.steps, captured.unseen) == (None, None, "")
 
 
 def test_what_answers_may_raise(dry: Callable[..., DryRuns]) -> None:
