@@ -261,6 +261,7 @@ def workload(**fields: Any) -> Workload:
 
 UNBOUND = [
     ({"time_budget": "1ms"}, {}, "time_budget needs the number of steps of a trial"),
+    ({"cost_budget": 1, "price_per_hour": 360}, {}, "cost_budget needs the number of steps of a trial"),
     ({"epoch_time_budget": "1min"}, {}, "epoch_time_budget needs the number of steps of an epoch"),
     ({"epoch_time_budget": "1min"}, {"mode": "infer"}, "epoch_time_budget limits training"),
     ({"latency_budget": "1ms"}, {}, "latency_budget limits inference, but the workload trains"),

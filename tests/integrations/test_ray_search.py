@@ -15,7 +15,6 @@ import torch
 from ray import tune
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
-from ray.tune.search.hyperopt import HyperOptSearch
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 
@@ -192,17 +191,6 @@ def test_optuna_search_learns_pruning_and_constraints() -> None:
     assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
     for trial in trials:
         assert (trial.constraints["perfguard:memory"] > 0) == (trial.state.name == "PRUNED")
-
-
-def test_hyperopt_learns_from_what_did_not_fit() -> None:
-    searcher = HyperOptSearch(random_state_seed=1, n_initial_points=1)
-    search = guarded(searcher)
-    search.set_search_properties("loss", "min", {"width": WIDTHS})
-    for number in range(6):
-        assert search.suggest(f"trial{number}")["width"] in (SMALL, 16)
-        search.on_trial_complete(f"trial{number}", {"loss": 0.5, "training_iteration": 1})
-    assert perfguard_ray.summarize(search).num_pruned > 0
-    assert {trial["state"] for trial in searcher._hpopt_trials.trials} <= {2, 3}  # done or error, none left open
 
 
 def test_vain_search_waits_for_the_running_trial() -> None:
