@@ -14,8 +14,8 @@ from torch import nn
 
 from perfguard import Workload
 from perfguard.exceptions import MeasurementWarning, UnguardedTrialWarning
+from perfguard.repair import Repair
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
-from perfguard_optuna.study import GuardedObjective
 from tests.integrations.one_layer import COMPLETE, LARGE, PRUNED, SMALL, make_guard, study_of, suggest_width, workload
 
 
@@ -144,7 +144,6 @@ def repairing() -> OptunaGuard:
 
 
 def test_repair_reaches_objective_and_trial_attributes() -> None:
-    guard = repairing()
     seen = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -153,26 +152,15 @@ def test_repair_reaches_objective_and_trial_attributes() -> None:
         return 1.0
 
     study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(guard=guard))
+    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(guard=repairing()))
     plain, repaired = seen
-    assert (plain.micro_batch_size, plain.accumulation) == (None, 1)
+    assert plain == repair_of(optuna.create_study().ask()) == Repair()
     assert repaired.micro_batch_size is not None
     assert repaired.micro_batch_size * repaired.accumulation == 512
     verdict = record_of(study.trials[1]).verdict
     assert verdict is not None
     assert (verdict.action, verdict.repair) == ("repair", repaired)
     assert study.trials[1].constraints["perfguard:memory"] < 0
-
-
-def test_repair_reaches_guarded_objective_of_a_plain_study() -> None:
-    def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        return float(repair_of(trial).accumulation)
-
-    study = optuna.create_study()
-    study.enqueue_trial({"width": LARGE})
-    study.optimize(GuardedObjective(objective, repairing()), n_trials=1)
-    assert study.best_value > 1
 
 
 def test_a_repair_reaches_the_block() -> None:
@@ -194,10 +182,6 @@ def test_repair_ignored_by_objective_is_not_learnt() -> None:
         study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=guard))
     assert study.trials[0].state == COMPLETE
     assert guard.guard.predictor.learnt == []  # type: ignore[attr-defined]
-
-
-def test_without_a_guard_a_trial_is_as_proposed() -> None:
-    assert repair_of(optuna.create_study().ask()).accumulation == 1
 
 
 def test_constraints_stay_those_of_the_first_budget() -> None:
@@ -249,22 +233,6 @@ def test_guard_survives_a_storage_that_goes_away(monkeypatch: pytest.MonkeyPatch
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
 
 
-def test_pace_past_budget_stops_trial_at_any_step() -> None:
-    guard = make_guard(time_budget="50ms")
-
-    def objective(trial: optuna.Trial) -> float:
-        width = suggest_width(trial)
-        with guard.trial(trial, Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean)) as run:
-            slowly(run.step, 3, 0.06)
-        return 1.0
-
-    study = study_of(SMALL)
-    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps"):
-        study.optimize(objective, n_trials=1)
-    assert study.trials[0].state == PRUNED
-    assert "it has taken" in study.trials[0].user_attrs["perfguard:stopped"]
-
-
 def test_build_waits_for_all_its_parameters() -> None:
     """A build that takes all parameters at once is called again when all are suggested."""
 
@@ -279,20 +247,6 @@ def test_build_waits_for_all_its_parameters() -> None:
         lambda trial: float(suggest_width(trial) + trial.suggest_int("depth", 1, 2)), n_trials=2, count="proposed", pruner=pruner
     )
     assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED]
-
-
-def test_trial_without_a_step_says_nothing_of_memory() -> None:
-    guard = make_guard(build=build)
-
-    def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        raise optuna.TrialPruned("seen before")
-
-    study = study_of(SMALL)
-    study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    (decision,) = guard.log.records()
-    assert decision.status == "ok"
-    assert "memory" not in record_of(study.trials[0]).measured
 
 
 def test_what_cannot_be_measured_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
