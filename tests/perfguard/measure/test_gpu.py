@@ -119,36 +119,19 @@ def test_sampling_thread_sees_memory_outside_allocator(gpu: FakeGpu, nvml: FakeN
 
 
 @pytest.mark.parametrize(
-    ("refused", "own_pid", "others", "method", "confidence", "note"),
+    ("refused", "card", "method", "confidence", "note"),
     [
-        ({"nvmlInit": NOT_SUPPORTED}, PID, {}, "cuda-card", "low", "NVML cannot be used (Not Supported)"),
-        (
-            {"nvmlDeviceGetComputeRunningProcesses": NO_PERMISSION},
-            PID,
-            {},
-            "cuda-card",
-            "low",
-            "NVML forbids reading its processes",
-        ),
-        ({}, 99, {}, "nvml-card", "medium", "NVML does not show this process by its id (a container?)"),
-        ({}, 99, {7: 9000 * MiB}, "catalog-context", "low", "the context is the catalog's figure"),
-        (
-            {"nvmlDeviceGetHandleByUUID": NOT_SUPPORTED},
-            PID,
-            {},
-            "cuda-card",
-            "low",
-            "NVML does not know this CUDA device (Not Supported)",
-        ),
+        ({"nvmlInit": NOT_SUPPORTED}, {}, "cuda-card", "low", "NVML cannot be used (Not Supported)"),
+        ({"nvmlDeviceGetComputeRunningProcesses": NO_PERMISSION}, {}, "cuda-card", "low", "NVML forbids reading its processes"),
+        ({"nvmlDeviceGetHandleByUUID": NOT_SUPPORTED}, {}, "cuda-card", "low", "NVML does not know this CUDA device"),
+        ({}, {"own_pid": 99}, "nvml-card", "medium", "NVML does not show this process by its id (a container?)"),
+        ({}, {"own_pid": 99, "others": {7: 9000 * MiB}}, "catalog-context", "low", "the context is the catalog's figure"),
     ],
 )
-def test_missing_nvml_figures_come_from_elsewhere(
-    refused: Any, own_pid: int, others: Any, method: str, confidence: str, note: str, gpu: FakeGpu, nvml: FakeNvml
-) -> None:
+def test_missing_nvml_figures_come_from_elsewhere(refused: Any, card: Any, method: str, confidence: str, note: str) -> None:
     """The note says so."""
-    nvml.refusals |= refused
-    gpu.own_pid, gpu.others = own_pid, others
-    measurement = measure(gpu, nvml)
+    gpu = FakeGpu(**card)
+    measurement = measure(gpu, FakeNvml(gpu, refused))
     assert (measurement.method, measurement.confidence) == (f"{method}+allocator", confidence)
     assert measurement.peak_memory_bytes == (1000 + 500) * MiB  # 450 of the context, 50 of the firmware
     assert note in measurement.note
