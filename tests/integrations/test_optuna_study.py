@@ -36,6 +36,7 @@ from tests.integrations.one_layer import (
     build,
     make_pruner,
     objective,
+    run_study,
     states,
     study_of,
     train,
@@ -105,9 +106,7 @@ class ObjectiveWithBuild:
 
 
 def test_an_objective_may_bring_its_build() -> None:
-    study = study_of(SMALL, LARGE)
-    study.optimize(ObjectiveWithBuild(), n_trials=2, count="proposed", pruner=make_pruner(build=None))
-    assert states(study) == [COMPLETE, PRUNED]
+    assert states(run_study(SMALL, LARGE, objective=ObjectiveWithBuild(), build=None)) == [COMPLETE, PRUNED]
 
 
 def test_another_pruner_works_as_ever() -> None:
@@ -129,8 +128,7 @@ def test_trial_ends_at_the_deciding_suggestion() -> None:
         reached.append("optimizer")
         return 0.0
 
-    study = study_of(LARGE, SMALL)
-    study.optimize(three_suggestions, n_trials=2, count="proposed", pruner=make_pruner())
+    run_study(LARGE, SMALL, objective=three_suggestions)
     assert reached == ["lr", "lr", "width", "optimizer"]
 
 
@@ -144,9 +142,8 @@ def two_suggestions(trial: optuna.Trial) -> float:
 
 @pytest.mark.parametrize(("default", "factor", "state"), [(1, LARGE // SMALL, PRUNED), (LARGE // SMALL, 1, COMPLETE)])
 def test_default_does_not_replace_a_later_suggestion(default: int, factor: int, state: TrialState) -> None:
-    study = study_of({"width": SMALL, "factor": factor})
-    pruner = make_pruner(build=functools.partial(build_with_default, default=default))
-    study.optimize(two_suggestions, n_trials=1, count="proposed", pruner=pruner)
+    with_default = functools.partial(build_with_default, default=default)
+    study = run_study({"width": SMALL, "factor": factor}, objective=two_suggestions, build=with_default)
     assert states(study) == [state]
 
 
@@ -163,9 +160,7 @@ def test_a_default_is_taken_once_the_trial_runs(settle: str) -> None:
         trained.append(width)
         return train(width)
 
-    study = study_of(SMALL, LARGE)
-    pruner = make_pruner(build=functools.partial(build_with_default, default=1))
-    study.optimize(one_suggestion, n_trials=2, count="proposed", pruner=pruner)
+    study = run_study(SMALL, LARGE, objective=one_suggestion, build=functools.partial(build_with_default, default=1))
     assert states(study) == [COMPLETE, PRUNED]
     assert trained == [SMALL]
 
@@ -176,9 +171,8 @@ def test_never_suggested_param_leaves_trials_unguarded(unsettled: Callable[[Any]
         unsettled(params)
         return build(params)
 
-    study = study_of(SMALL, LARGE, SMALL)
     with pytest.warns(UnguardedTrialWarning, match=r"reads 'depth', which the trial has not suggested") as caught:
-        study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=build_deep))
+        study = run_study(SMALL, LARGE, SMALL, build=build_deep)
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 3
 
@@ -338,8 +332,7 @@ def test_ask_and_tell_are_optunas() -> None:
 
 
 def test_a_guarded_study_pickles() -> None:
-    study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, count="proposed", pruner=make_pruner())
+    study = run_study(SMALL, LARGE)
     copy = pickle.loads(pickle.dumps(study))
     assert isinstance(copy, GuardedStudy)
     for width in (LARGE, SMALL):
