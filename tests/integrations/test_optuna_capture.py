@@ -114,9 +114,8 @@ def test_script_shows_its_whole_trial_to_a_machine_without_the_gpu(name: str) ->
     assert found.unseen == ""
     assert (found.steps_per_epoch, found.steps) == SCRIPTS[name][1:]
     assert found.graph.peak_live_bytes > 100_000
-    assert (found.phases.get("the evaluation") is None) == name.startswith(
-        "multi"
-    )  # whose only evaluation comes after the last epoch
+    evaluates_in_epochs = not name.startswith("multi")  # its only evaluation comes after the last epoch
+    assert ("the evaluation" in found.phases) == evaluates_in_epochs
 
 
 @pytest.mark.slow
@@ -479,9 +478,7 @@ def test_time_budget_of_an_endless_loader_follows_from_the_trials_that_finish() 
                 trial.report(1 / loss.item(), number)
         return 0.0
 
-    with pytest.warns(
-        UnguardedTrialWarning, match="time_budget needs the number of steps .* did not see them: ZeroDivisionError"
-    ):
+    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps .*: ZeroDivisionError"):
         first, second, large = run_enqueued(objective, [{"batch_size": n} for n in (8, 8, 8192)], time_budget="1s")
     assert "time" not in first.predicted
     assert second.verdict.action == "launch"

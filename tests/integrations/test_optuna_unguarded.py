@@ -232,10 +232,7 @@ def test_stopping_a_watched_study_stops_it() -> None:
     [
         (typo, r"reads 'widht' \(did you mean 'width'\?\), which the trial has not suggested"),
         (attribute_typo, r"has no attribute 'width' \(parameters are items: params\['width'\]\)"),
-        (
-            lambda trial: build({"width": trial.suggest_int("width", 1, 2)}),
-            "build gets the parameters .* a dict, and not the trial",
-        ),
+        (lambda trial: build({"width": trial.suggest_int("width", 1, 2)}), "build gets the parameters .* and not the trial"),
         (lambda params: Workload(nn.Linear(64, 8).cuda(), inputs=(32, 64)), r"leave out \.cuda\(\)"),
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),  # type: ignore[arg-type]
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"whole numbers, but got \(32\.0, 64\)"),

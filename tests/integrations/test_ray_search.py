@@ -20,7 +20,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, LogWarning, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError, LogWarning, UnguardedTrialWarning, UnknownDeviceError
 from perfguard.record import TrialRecord
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -148,16 +148,6 @@ def test_waiting_searcher_gets_results_of_what_runs() -> None:
     search.on_trial_complete("a", {"loss": 0.7})
     assert searcher.told == {SMALL: 0.7, LARGE: 0.7}
     assert search.suggest("b") == {"width": 16}
-
-
-def test_waiting_searcher_ends_where_nothing_fits() -> None:
-    class WaitingForEver(Waiting):
-        def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-            if not error:
-                super().on_trial_complete(trial_id, result)
-
-    with pytest.warns(NothingFeasibleWarning, match="WaitingForEver waits for the results of proposals none of which fits"):
-        assert guarded(WaitingForEver([LARGE, 2048, SMALL])).suggest("a") == Searcher.FINISHED
 
 
 def test_batch_limiter_is_not_blocked_by_rejections() -> None:

@@ -191,10 +191,6 @@ def not_sqlite(path: Path) -> None:
     path.write_bytes(b"mode,step\ntrain,1\n" * 100)
 
 
-def a_few_bytes(path: Path) -> None:
-    path.write_bytes(b"no")
-
-
 def another_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE studies (x)")
@@ -207,11 +203,6 @@ def damaged(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:4096] + os.urandom(8192) + path.read_bytes()[12288:])
 
 
-def truncated(path: Path) -> None:
-    MeasurementStore(path).close()
-    path.write_bytes(path.read_bytes()[:5000])
-
-
 def without_version(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, None)
@@ -222,7 +213,7 @@ def set_version(path: Path, version: str | None) -> None:
         connection.execute("UPDATE meta SET value = ?", (version,))
 
 
-@pytest.mark.parametrize("make", [not_sqlite, a_few_bytes, another_database, damaged, truncated, without_version])
+@pytest.mark.parametrize("make", [not_sqlite, another_database, damaged, without_version])
 def test_unsound_log_file_is_named_and_left_alone(path: Path, make: Any) -> None:
     make(path)
     content = path.read_bytes()
@@ -235,9 +226,7 @@ def test_log_of_another_version_is_left_as_it_is(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, "99")
     content = path.read_bytes()
-    with pytest.raises(
-        LogVersionError, match=r"log\.db has format 99, this PerfGuard reads 1; it is left as it is\. Update perfguard"
-    ):
+    with pytest.raises(LogVersionError, match=r"log\.db has format 99, this PerfGuard reads 1; .*\. Update perfguard"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 
