@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +39,7 @@ from tests.integrations.one_layer import (
     study_of,
     train,
 )
+from tests.warm import run_fresh
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
@@ -296,10 +295,7 @@ def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
     study = study_of(*[64] * 10, study_name="resumed", storage=url)
     study.optimize(objective, n_trials=5, count="proposed", pruner=pruner)
 
-    code = RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    there = tuple(map(float, done.stdout.split()))
+    there = tuple(map(float, run_fresh("-c", RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)).split()))
     assert there == pytest.approx(medians(pruner), rel=1e-3)
     assert there != pytest.approx(medians(guardnet_pruner(False)), rel=2e-3)
 

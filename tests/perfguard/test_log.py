@@ -9,8 +9,6 @@ import os
 import pickle
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -30,6 +28,7 @@ from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
 from perfguard.verdict import Verdict
 from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, beside, locked, make_graph, record, trials
+from tests.warm import run_fresh
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +317,7 @@ def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
             record(MeasurementStore(path, busy_timeout_s=0.05), 1)
         gc.collect()
         assert len(beside(path.parent)) == 1
-        run_python(path, "store = MeasurementStore(path, busy_timeout_s=0.05); record(store, 2)")
+        run_fresh("-c", SCRIPT + "store = MeasurementStore(path, busy_timeout_s=0.05); record(store, 2)", path)
         assert len(beside(path.parent)) == 2
     assert trials(path) == [1, 2]
 
@@ -436,11 +435,6 @@ def record(store, trial):
 """
 
 
-def run_python(path: Path, code: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", SCRIPT + code, str(path)], env=environment, timeout=60, check=True)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_neither_repeats_nor_loses_rows(path: Path) -> None:
     code = """
@@ -461,7 +455,7 @@ store._lock.release()
 assert [trial.number for trial in store.records()] == [0, 1]   # once each, whoever brought in the rows beside the log
 store.close()
 """
-    run_python(path, code)
+    run_fresh("-c", SCRIPT + code, path)
     assert trials(path) == [0, 1]
 
 

@@ -28,6 +28,7 @@ from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.workload import CapturedTrial
+from tests.warm import run_fresh
 
 A100 = resolve_device("a100")
 Objective = Callable[[Ask], object]
@@ -670,6 +671,4 @@ def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "_Fork"), reason="this C library cannot hide a fork")
 def test_dry_runs_begin_after_a_backward_pass_beside_a_gpu() -> None:
     """PyTorch refuses another in a process that is forked then: of a second study in a notebook, nothing would be seen."""
-    script = Path(__file__).parent / "toy_gpu_threads.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout, done.returncode) == ("5\n5\n5\n", 0), done.stderr
+    assert run_fresh(Path(__file__).parent / "toy_gpu_threads.py") == "5\n5\n5\n"
