@@ -155,13 +155,9 @@ def small_llama() -> Any:
 def train_text(model: nn.Module, batch_size: int, folder: Path, **arguments: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    quiet: dict[str, Any] = {
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    options = TrainingArguments(str(folder), per_device_train_batch_size=batch_size, num_train_epochs=2, **quiet, **arguments)
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 2}
+    on_cpu = not torch.cuda.is_available()
+    options = TrainingArguments(str(folder), per_device_train_batch_size=batch_size, use_cpu=on_cpu, **quiet, **arguments)
     Trainer(model=model, args=options, train_dataset=Texts()).train()
 
 
