@@ -36,13 +36,13 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         pass
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
         return _found(dict(enumerate(self.cards)), index)
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
         return _found({card["UUID"]: card for card in self.cards}, uuid)
 
-    def nvmlDeviceGetMaxClockInfo(self, handle: dict[str, Any], clock: int) -> int:
+    def nvmlDeviceGetMaxClockInfo(self, handle: dict[str, Any], clock: int) -> Any:
         return _found(_found(handle, "MaxClockInfo"), clock)
 
     def __getattr__(self, name: str) -> Any:

@@ -74,8 +74,8 @@ def test_the_step_of_a_two_layer_perceptron_by_hand() -> None:
 def _loop(model: nn.Module, zero_grad: str, retain: str) -> int:
     """The peak of the third step of a real loop on the processor."""
     inputs, optimizer = torch.ones(32, 8), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    kept = list[torch.Tensor]()
-    with RealBytes() as live:
+    kept, live = list[torch.Tensor](), RealBytes()
+    with live:
         for _ in range(3):
             live.most = 0
             if zero_grad == "before-forward":
