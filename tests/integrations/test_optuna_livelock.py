@@ -124,16 +124,28 @@ class Scattering(ReplayPredictor):
         return Prediction(exact.peak_memory, step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
 
 
-def test_scattered_times_do_not_end_the_study() -> None:
+@pytest.mark.parametrize("way", ["guarded study", "plain study"])
+def test_scattered_times_do_not_end_the_study(way: str) -> None:
     """Nothing is sure to hold the budget, and much is likely to; 300 prunes later "Nothing fits" was said."""
     pruner = make_pruner(
         build=lambda params: build_of(params["width"]), memory_budget=None, step_time_budget="10ms", predictor=Scattering()
     )
     median = pruner.guard.guard.trace(build_of(100)).peak_live_bytes / 2**20
     assert 0.004 < median < 0.02, "the toy's smallest trials need about half of the budget"
-    study = create_study(sampler=RandomSampler(seed=0), pruner=pruner)
+    sampler: BaseSampler = RandomSampler(seed=0)
+    if way == "guarded study":
+        study: optuna.Study = create_study(sampler=sampler, pruner=pruner)
+    else:
+        study = optuna.create_study(sampler=PerfGuardSampler(sampler, pruner), pruner=pruner)
+
+    def of_width(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 60, 400)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width)
+
     with pytest.warns(BudgetWarning, match="No proposal is certain to fit") as caught:
-        study.optimize(lambda trial: float(trial.suggest_int("width", 60, 400)), n_trials=8)
+        study.optimize(of_width, n_trials=8)
     assert num_launched(study) >= 7
     assert not [warning for warning in caught if issubclass(warning.category, NothingFeasibleWarning)]
 
