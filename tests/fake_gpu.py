@@ -5,6 +5,7 @@ A test moves it: memory of this and of other processes, sensors, refusals, a car
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -96,47 +97,42 @@ class FakeNvml:
     calls: list[str] = field(default_factory=list)
     NVMLError: type[Exception] = FakeNvmlError
 
-    def nvmlInit(self) -> None:
-        self._called("nvmlInit", session=False)
-        self.sessions += 1
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+        return functools.partial(self._answer, name)
 
-    def nvmlShutdown(self) -> None:
-        self._called("nvmlShutdown")
-        self.sessions -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str | bytes:
-        self._called("nvmlSystemGetDriverVersion")
-        return b"550.54"
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
-        self._called("nvmlDeviceGetHandleByUUID")
-        if uuid != f"{'MIG' if self.gpu.is_mig else 'GPU'}-{self.gpu.uuid}":
-            raise FakeNvmlError(NOT_FOUND)
-        return self.gpu
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any:
-        self._called("nvmlDeviceGetComputeRunningProcesses")
-        if self.hides_processes:
-            return []
-        own = {self.gpu.own_pid: self.gpu.own_bytes} if self.gpu.initialized else {}
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in (own | self.gpu.others).items()]
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
-        self._called("nvmlDeviceGetTotalEnergyConsumption")
-        return self.gpu.energy_mj
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int:
-        self._called("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return self.gpu.reasons
-
-    def _called(self, name: str, *, session: bool = True) -> None:
+    def _answer(self, name: str, *arguments: Any) -> Any:
         self.calls.append(name)
-        if session and self.sessions < 1:
+        if self.sessions < 1 and name != "nvmlInit":
             raise FakeNvmlError(UNINITIALIZED)
         if self.gpu.lost and name != "nvmlShutdown":
             raise FakeNvmlError(GPU_IS_LOST)
         if name in self.refusals:
             raise FakeNvmlError(self.refusals[name])
+        match name:
+            case "nvmlInit":
+                self.sessions += 1
+            case "nvmlShutdown":
+                self.sessions -= 1
+            case "nvmlSystemGetDriverVersion":
+                return b"550.54"
+            case "nvmlDeviceGetHandleByUUID":
+                if arguments != (f"{'MIG' if self.gpu.is_mig else 'GPU'}-{self.gpu.uuid}",):
+                    raise FakeNvmlError(NOT_FOUND)
+                return self.gpu
+            case "nvmlDeviceGetMemoryInfo":
+                return SimpleNamespace(total=self.gpu.total_bytes, used=self.gpu.used_bytes)
+            case "nvmlDeviceGetComputeRunningProcesses":
+                own = {self.gpu.own_pid: self.gpu.own_bytes} if self.gpu.initialized else {}
+                processes = {} if self.hides_processes else own | self.gpu.others
+                return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes.items()]
+            case "nvmlDeviceGetTotalEnergyConsumption":
+                return self.gpu.energy_mj
+            case "nvmlDeviceGetCurrentClocksThrottleReasons":
+                return self.gpu.reasons
+            case _:
+                raise AttributeError(name)
 
 
 class FakeEvent:

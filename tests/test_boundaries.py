@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.warm import run_fresh
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = ("perfguard", "integrations/perfguard_optuna", "integrations/perfguard_ray", "models/perfguard_models")
@@ -35,10 +35,6 @@ def imported_packages(source: str) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module.partition(".")[0]
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_imports_are_found_wherever_they_stand() -> None:
@@ -100,17 +96,13 @@ def test_no_private_name_of_another_package(package: str) -> None:
 @pytest.mark.parametrize(("package", "needed"), [("perfguard", ""), ("perfguard_optuna", "optuna")])
 def test_import_loads_nothing_heavy(package: str, needed: str) -> None:
     """A study's script imports PerfGuard before anything needs torch."""
-    done = run_python(f"import sys, {package}; print(*sorted(set(sys.modules) & set({HEAVY!r})))")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == needed
+    printed = run_fresh("-c", f"import sys, {package}; print(*sorted(set(sys.modules) & set({HEAVY!r})))")
+    assert printed.strip() == needed
 
 
-@pytest.mark.parametrize(
-    ("package", "host", "extra"), [("perfguard_optuna", "optuna", "optuna"), ("perfguard_ray", "ray", "ray")]
-)
-def test_integration_without_host_names_the_pip_line(package: str, host: str, extra: str) -> None:
-    done = run_python(
-        f"""
+@pytest.mark.parametrize("host", ["optuna", "ray"])
+def test_integration_without_host_names_the_pip_line(host: str) -> None:
+    code = f"""
 import sys
 
 class Absent:
@@ -120,10 +112,8 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 try:
-    import {package}
+    import perfguard_{host}
 except ImportError as error:
     print(error)
 """
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"pip install 'perfguard[{extra}]'" in done.stdout
+    assert f"pip install 'perfguard[{host}]'" in run_fresh("-c", code)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from perfguard.exceptions import why_not_imported
 from tests import zoo
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+from tests.warm import run_fresh
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 def test_vision_and_training_libraries_import() -> None:
     """A CPU torch beside PyPI's torchvision once brought all four down, and the tests hid it."""
-    done = run_python("import torchvision, timm, lightning, transformers; from transformers import Trainer; print(Trainer)")
-    assert done.returncode == 0, done.stderr
-    assert "Trainer" in done.stdout
+    code = "import torchvision, timm, lightning, transformers; from transformers import Trainer; print(Trainer)"
+    assert "Trainer" in run_fresh("-c", code)
 
 
 def caught(code: str) -> ImportError:

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own that need not import torch again: a server that has imported it forks for each."""
+"""Scripts in processes of their own: forked by a server that has imported torch already, or begun from nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,15 @@ def run_warm(*arguments: str, cwd: Path, timeout_s: float) -> tuple[int, str]:
             raise TimeoutError(f"{' '.join(arguments)} took more than {timeout_s} s:\n{printed.read()}")
         assert child.exitcode is not None
         return child.exitcode, printed.read()
+
+
+def run_fresh(*arguments: object, timeout_s: float = 240, status: int = 0) -> str:
+    """What `python ARGUMENTS` prints, in a process that has imported nothing yet. It finds the modules that this one finds."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == status, done.stdout + done.stderr[-4000:]
+    return done.stdout
 
 
 def _as_script(arguments: Sequence[str], cwd: str, environment: Mapping[str, str], printed: str) -> None:

@@ -172,7 +172,7 @@ class GuardedObjective:
             ConfigurationError: if several ranks run it with a setting that is for one process.
         """
         if isinstance(trial, FixedTrial):  # it belongs to no study: the objective is tried
-            return self._objective(trial)
+            return self._objective(trial)  # type: ignore[arg-type]
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
         ends_alone = self.guard.hard_time_limit_s is not None or (ranks is None and self.guard.on_oom == "repair")
         if ends_alone and (ranks is not None or leads_ranks()):

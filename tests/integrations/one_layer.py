@@ -52,6 +52,10 @@ def suggest_width(trial: optuna.Trial) -> int:
     return trial.suggest_int("width", SMALL, LARGE)
 
 
+def only_suggest(trial: optuna.Trial) -> float:
+    return float(suggest_width(trial))
+
+
 def objective(trial: optuna.Trial) -> float:
     """Train. It never asks a pruner."""
     return train(suggest_width(trial))
@@ -75,6 +79,15 @@ def study_of(*proposals: Mapping[str, Any] | int, **options: Any) -> GuardedStud
     study = create_study(**options)
     for proposal in proposals:
         study.enqueue_trial({"width": proposal} if isinstance(proposal, int) else dict(proposal))
+    return study
+
+
+def run_study(
+    *proposals: Mapping[str, Any] | int, objective: Callable[[optuna.Trial], Any] = objective, **options: Any
+) -> GuardedStudy:
+    """A guarded study that has proposed them, each once; ``options`` are those of its guard."""
+    study = study_of(*proposals)
+    study.optimize(objective, n_trials=len(proposals), count="proposed", pruner=make_pruner(**options))
     return study
 
 

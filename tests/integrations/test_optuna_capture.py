@@ -119,9 +119,8 @@ def test_script_shows_its_whole_trial_to_a_machine_without_the_gpu(name: str) ->
     assert found.unseen == ""
     assert (found.steps_per_epoch, found.steps) == SCRIPTS[name][1:]
     assert found.graph.peak_live_bytes > 100_000
-    assert (found.phases.get("the evaluation") is None) == name.startswith(
-        "multi"
-    )  # whose only evaluation comes after the last epoch
+    evaluates_in_epochs = not name.startswith("multi")  # its only evaluation comes after the last epoch
+    assert ("the evaluation" in found.phases) == evaluates_in_epochs
 
 
 @pytest.mark.slow
@@ -161,13 +160,9 @@ def small_llama() -> Any:
 def train_text(model: nn.Module, batch_size: int, folder: Path, **arguments: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    quiet: dict[str, Any] = {
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    options = TrainingArguments(str(folder), per_device_train_batch_size=batch_size, num_train_epochs=2, **quiet, **arguments)
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 2}
+    on_cpu = not torch.cuda.is_available()
+    options = TrainingArguments(str(folder), per_device_train_batch_size=batch_size, use_cpu=on_cpu, **quiet, **arguments)
     Trainer(model=model, args=options, train_dataset=Texts()).train()
 
 
@@ -208,31 +203,6 @@ def test_accelerate_runs_guarded(mixed_precision: str) -> None:
     assert (found.steps_per_epoch, found.steps, found.unseen) == (10, 20, "")
     assert found.graph.precision == ("fp32" if mixed_precision == "no" else "amp-bf16")
     assert_judged(run_guarded(objective))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_lora_of_peft_has_gradients_of_its_adapters_only(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def objective(trial: optuna.Trial) -> float:
-        rank = trial.suggest_int("rank", 2, 8)
-        model = peft.get_peft_model(small_llama(), peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
-        train_text(model, 4, tmp_path)
-        return 0.0
-
-    def whole(trial: optuna.Trial) -> float:
-        train_text(small_llama(), 4, tmp_path)
-        return 0.0
-
-    found = captured(objective)
-    assert (found.steps_per_epoch, found.steps, found.unseen) == (16, 32, "")
-    assert held_for_gradients(found) < 0.1 * held_for_gradients(captured(whole))
-    assert_judged(run_guarded(objective))
-
-
-def held_for_gradients(found: CapturedTrial) -> int:
-    return sum(storage.num_bytes for storage in found.graph.storages if storage.kind.name in ("GRADIENT", "OPTIMIZER_STATE"))
 
 
 @pytest.mark.slow
@@ -373,22 +343,16 @@ def test_guarded_is_a_decorator() -> None:
 # --- Verdicts -------------------------------------------------------------------------------------------------------------------
 
 
-def too_many(trial: optuna.Trial) -> float:
-    """A tensor of more bytes than PyTorch counts, or of 10 TiB."""
-    width = trial.suggest_categorical("width", [2**62, 10 * 2**40 // 16])
-    return train(nn.Sequential(nn.Flatten(), nn.Linear(4, width)), make_loader(5))
-
-
 def test_tensor_that_fits_into_no_memory_is_pruned_and_never_made() -> None:
-    launched: list[int] = []
+    widths, launched = (2**62, 10 * 2**40 // 16), []  # more bytes than PyTorch counts, and 10 TiB
 
     def objective(trial: optuna.Trial) -> float:
-        value = too_many(trial)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(4, trial.suggest_categorical("width", widths)))
         launched.append(trial.number)
-        return value
+        return train(model, make_loader(5))
 
     study = study_of()
-    for width in (2**62, 10 * 2**40 // 16):
+    for width in widths:
         study.enqueue_trial({"width": width})
     study.optimize(perfguard_optuna.guarded(objective, gpu="cpu", log=False), n_trials=2)
     assert [trial.state for trial in study.trials] == [TrialState.PRUNED] * 2
@@ -431,11 +395,10 @@ def test_objective_that_describes_itself_is_judged_by_its_own_description() -> N
         captured(objective)
 
 
-def without_a_step(trial: optuna.Trial) -> float:
-    return float(trial.suggest_int("width", 8, 64))
-
-
 def test_objective_that_shows_no_step_runs_unguarded_with_its_cause() -> None:
+    def without_a_step(trial: optuna.Trial) -> float:
+        return float(trial.suggest_int("width", 8, 64))
+
     with pytest.warns(UnguardedTrialWarning, match="no step of a torch optimizer"):
         trials = run_guarded(without_a_step)
     assert all(trial.state is TrialState.COMPLETE for trial in trials)
@@ -516,9 +479,7 @@ def test_time_budget_of_an_endless_loader_follows_from_the_trials_that_finish() 
                 trial.report(1 / loss.item(), number)
         return 0.0
 
-    with pytest.warns(
-        UnguardedTrialWarning, match="time_budget needs the number of steps .* did not see them: ZeroDivisionError"
-    ):
+    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps .*: ZeroDivisionError"):
         first, second, large = run_enqueued(objective, [{"batch_size": n} for n in (8, 8, 8192)], time_budget="1s")
     assert "time" not in first.predicted
     assert second.verdict.action == "launch"
@@ -553,36 +514,6 @@ def test_misspelt_name_of_the_epochs_is_corrected() -> None:
         pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps"),
     ):
         run_enqueued(dies_in_its_dry_run, trials, time_budget="1h", epochs="epoch")
-
-
-def test_checkpoint_that_a_trial_saves_can_be_read_back_in_its_dry_run(tmp_path: Path) -> None:
-    """The best model is often saved in each epoch, and read after the last. Nothing of it is on the disk."""
-
-    def objective(trial: optuna.Trial) -> float:
-        model = make_network(trial.suggest_int("width", 8, 64))
-        train(model, make_loader(5))
-        torch.save(model.state_dict(), tmp_path / "best.pt")
-        model.load_state_dict(torch.load(tmp_path / "best.pt"))
-        return 0.0
-
-    assert captured(objective).unseen == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_values_that_were_copied_to_the_device_are_read_back() -> None:
-    """Labels are, for a metric. What was computed there is not known."""
-    labels = torch.arange(10)
-
-    def objective(trial: optuna.Trial) -> float:
-        train(make_network(trial.suggest_int("width", 8, 64)), make_loader(5))
-        there = labels.cuda()
-        assert there[2:].cpu().tolist() == [*range(2, 10)]
-        assert int(there[3]) == 3
-        there += 1
-        assert int(there[3]) == 4
-        return 0.0
-
-    assert captured(objective).unseen == ""
 
 
 # --- The real step beside the dry run -------------------------------------------------------------------------------------------

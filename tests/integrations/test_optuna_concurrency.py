@@ -47,24 +47,15 @@ def opened(place: str) -> Iterator[BaseStorage]:
         storage.engine.dispose()
 
 
-def work(storage: str, log: str, study_name: str) -> None:
+def work(storage: str, log: str) -> None:
     """What one process does."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     run.GpuProbe = PretendedGpuProbe  # type: ignore[assignment, attr-defined]
     pruner = make_pruner(log=log)
     sampler = PerfGuardSampler(optuna.samplers.RandomSampler(), pruner)
     with opened(storage) as own:
-        study = create_study(study_name=study_name, storage=own, load_if_exists=True, sampler=sampler)
+        study = create_study(study_name="shared", storage=own, load_if_exists=True, sampler=sampler)
         study.optimize(objective, n_trials=TRIALS, pruner=pruner)
-
-
-def run_processes(storage: str, log: str, study_names: list[str]) -> None:
-    running = [processes().Process(target=work, args=(storage, log, name)) for name in study_names]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(240)
-        assert process.exitcode == 0, "its traceback stands above"
 
 
 def assert_each_trial_once(study: optuna.Study, log: MeasurementStore, launched: int) -> None:
@@ -95,18 +86,10 @@ def test_processes_share_a_study_and_a_log(kind: str, tmp_path: Path, request: p
     log = storage if kind == "postgresql" else str(tmp_path / "log.db")  # one database for both
     with opened(storage) as own, MeasurementStore(log) as shared:
         optuna.create_study(study_name="shared", storage=own)
-        run_processes(storage, log, ["shared"] * PROCESSES)
+        running = [processes().Process(target=work, args=(storage, log)) for _ in range(PROCESSES)]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(240)
+            assert process.exitcode == 0, "its traceback stands above"
         assert_each_trial_once(optuna.load_study(study_name="shared", storage=own), shared, PROCESSES * TRIALS)
-
-
-@pytest.mark.slow
-def test_studies_share_a_log(tmp_path: Path) -> None:
-    storage, log = f"sqlite:///{tmp_path / 'study.db'}", str(tmp_path / "log.db")
-    names = ["first", "second", "third"]
-    with opened(storage) as own, MeasurementStore(log) as shared:
-        for name in names:
-            optuna.create_study(study_name=name, storage=own)
-        run_processes(storage, log, names)
-        for name in names:
-            assert_each_trial_once(optuna.load_study(study_name=name, storage=own), shared, TRIALS)
-        assert len(shared.observations("a100-pcie-40gb")) == len(names) * TRIALS

@@ -14,9 +14,22 @@ from torch import nn
 
 from perfguard import Workload
 from perfguard.exceptions import MeasurementWarning, UnguardedTrialWarning
+from perfguard.repair import Repair
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
-from perfguard_optuna.study import GuardedObjective
-from tests.integrations.one_layer import COMPLETE, LARGE, PRUNED, SMALL, make_guard, study_of, suggest_width, workload
+from tests.integrations.one_layer import (
+    COMPLETE,
+    LARGE,
+    PRUNED,
+    SMALL,
+    make_guard,
+    make_pruner,
+    only_suggest,
+    run_study,
+    states,
+    study_of,
+    suggest_width,
+    workload,
+)
 
 
 def build(params: Mapping[str, Any]) -> Workload:
@@ -44,7 +57,7 @@ def test_guard_trial_judges_a_model_and_batch() -> None:
 
     study = study_of(SMALL, LARGE, SMALL)
     study.optimize(objective, n_trials=3)
-    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED, COMPLETE]
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert trained == [SMALL, SMALL]
     assert study.best_value == 3
     assert record_of(study.trials[0]).measured["time"] > 0
@@ -104,7 +117,7 @@ def test_pace_over_budget_stops_trial(budget: Any, quantity: str, limit: str) ->
 
 
 def test_should_prune_looks_at_the_pace_too() -> None:
-    pruner = PerfGuardPruner(guard=make_guard(build=build, time_budget="1s"))
+    pruner = make_pruner(build=build, time_budget="1s")
 
     def objective(trial: optuna.Trial) -> float:
         suggest_width(trial)
@@ -123,15 +136,12 @@ def test_should_prune_looks_at_the_pace_too() -> None:
     assert study.trials[0].last_step == 2
 
 
-def test_within_timeout_prunes_trial_too_long_for_it() -> None:
+@pytest.mark.parametrize(("timeout", "state"), [(0.1, PRUNED), (3600, COMPLETE)])
+def test_within_timeout_prunes_trial_too_long_for_it(timeout: float, state: Any) -> None:
     """400 ms are predicted; a study of 100 ms has no time for it, a study of an hour has."""
-    states = []
-    for timeout in (0.1, 3600):
-        study = study_of(SMALL)
-        pruner = PerfGuardPruner(guard=make_guard(build=build, within_timeout=True))
-        study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, timeout=timeout, pruner=pruner, count="proposed")
-        states.append(study.trials[0].state)
-    assert states == [PRUNED, COMPLETE]
+    study, pruner = study_of(SMALL), make_pruner(build=build, within_timeout=True)
+    study.optimize(only_suggest, n_trials=1, timeout=timeout, pruner=pruner, count="proposed")
+    assert states(study) == [state]
 
 
 def build_wide_batch(params: Mapping[str, Any]) -> Workload:
@@ -144,7 +154,6 @@ def repairing() -> OptunaGuard:
 
 
 def test_repair_reaches_objective_and_trial_attributes() -> None:
-    guard = repairing()
     seen = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -153,26 +162,15 @@ def test_repair_reaches_objective_and_trial_attributes() -> None:
         return 1.0
 
     study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(guard=guard))
+    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(guard=repairing()))
     plain, repaired = seen
-    assert (plain.micro_batch_size, plain.accumulation) == (None, 1)
+    assert plain == repair_of(optuna.create_study().ask()) == Repair()
     assert repaired.micro_batch_size is not None
     assert repaired.micro_batch_size * repaired.accumulation == 512
     verdict = record_of(study.trials[1]).verdict
     assert verdict is not None
     assert (verdict.action, verdict.repair) == ("repair", repaired)
     assert study.trials[1].constraints["perfguard:memory"] < 0
-
-
-def test_repair_reaches_guarded_objective_of_a_plain_study() -> None:
-    def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        return float(repair_of(trial).accumulation)
-
-    study = optuna.create_study()
-    study.enqueue_trial({"width": LARGE})
-    study.optimize(GuardedObjective(objective, repairing()), n_trials=1)
-    assert study.best_value > 1
 
 
 def test_a_repair_reaches_the_block() -> None:
@@ -188,24 +186,19 @@ def test_a_repair_reaches_the_block() -> None:
 
 
 def test_repair_ignored_by_objective_is_not_learnt() -> None:
-    guard = repairing()
-    study = study_of(LARGE)
+    guard, study = repairing(), study_of(LARGE)
     with pytest.warns(UnguardedTrialWarning, match=r"did not call `repair_of\(trial\)`"):
-        study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    assert study.trials[0].state == COMPLETE
+        study.optimize(only_suggest, n_trials=1, pruner=PerfGuardPruner(guard=guard))
+    assert states(study) == [COMPLETE]
     assert guard.guard.predictor.learnt == []  # type: ignore[attr-defined]
-
-
-def test_without_a_guard_a_trial_is_as_proposed() -> None:
-    assert repair_of(optuna.create_study().ask()).accumulation == 1
 
 
 def test_constraints_stay_those_of_the_first_budget() -> None:
     """Constraints must be the same in all trials of a study, so a budget given later adds none."""
     study = study_of(SMALL, SMALL)
-    study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=make_guard(build=build)))
-    strict = PerfGuardPruner(guard=make_guard(build=build, time_budget="1ms"))
-    study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=strict, count="proposed")
+    study.optimize(only_suggest, n_trials=1, pruner=make_pruner(build=build))
+    strict = make_pruner(build=build, time_budget="1ms")
+    study.optimize(only_suggest, n_trials=1, pruner=strict, count="proposed")
     first, second = study.trials
     assert set(first.constraints) == set(second.constraints) == {"perfguard:memory"}
     assert first.constraints["perfguard:memory"] < 0 < second.constraints["perfguard:memory"]
@@ -217,24 +210,21 @@ def test_hyperband_is_composed_with_the_guard() -> None:
     study = create_study(study_name="hyperband", sampler=optuna.samplers.RandomSampler(seed=0))
 
     def objective(trial: optuna.Trial) -> float:
-        width = suggest_width(trial)
+        width = only_suggest(trial)
         for epoch in range(9):
-            trial.report(float(width), epoch)
+            trial.report(width, epoch)
             if trial.should_prune():
                 raise optuna.TrialPruned
-        return float(width)
+        return width
 
     study.optimize(objective, n_trials=12, pruner=pruner)
-    by_verdict = {
-        verdict: [t for t in study.trials if t.user_attrs["perfguard:verdict"] == verdict] for verdict in ("launch", "prune")
-    }
-    assert len(by_verdict["launch"]) == 12
-    assert any(trial.state == PRUNED and trial.last_step is not None for trial in by_verdict["launch"])
-    assert all(trial.last_step is None for trial in by_verdict["prune"])
+    launched = [trial for trial in study.trials if trial.user_attrs["perfguard:verdict"] == "launch"]
+    assert len(launched) == 12
+    assert any(trial.state == PRUNED and trial.last_step is not None for trial in launched)
+    assert all(trial.last_step is None for trial in study.trials if trial not in launched)
 
 
 def test_guard_survives_a_storage_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = make_guard(build=build)
     study = study_of(SMALL, LARGE, SMALL)
 
     def away(*_: Any) -> None:
@@ -242,27 +232,9 @@ def test_guard_survives_a_storage_that_goes_away(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(study._storage, "set_trial_user_attr", away)
     with pytest.warns(UnguardedTrialWarning, match="could not write into trial 0 .* the server closed the connection") as caught:
-        study.optimize(
-            lambda trial: float(suggest_width(trial)), n_trials=3, pruner=PerfGuardPruner(guard=guard), count="proposed"
-        )
-    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED, COMPLETE]
+        study.optimize(only_suggest, n_trials=3, pruner=make_pruner(build=build), count="proposed")
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
-
-
-def test_pace_past_budget_stops_trial_at_any_step() -> None:
-    guard = make_guard(time_budget="50ms")
-
-    def objective(trial: optuna.Trial) -> float:
-        width = suggest_width(trial)
-        with guard.trial(trial, Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean)) as run:
-            slowly(run.step, 3, 0.06)
-        return 1.0
-
-    study = study_of(SMALL)
-    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps"):
-        study.optimize(objective, n_trials=1)
-    assert study.trials[0].state == PRUNED
-    assert "it has taken" in study.trials[0].user_attrs["perfguard:stopped"]
 
 
 def test_build_waits_for_all_its_parameters() -> None:
@@ -271,28 +243,12 @@ def test_build_waits_for_all_its_parameters() -> None:
     def of_two(*, width: int, depth: int) -> Workload:
         return Workload(nn.Sequential(*(nn.Linear(64, width) for _ in range(depth))), inputs=(32, 64), loss=torch.mean)
 
-    pruner = PerfGuardPruner(guard=make_guard(build=lambda params: of_two(**params)))
-    study = create_study()
-    for width in (SMALL, LARGE):
-        study.enqueue_trial({"width": width, "depth": 1})
-    study.optimize(
-        lambda trial: float(suggest_width(trial) + trial.suggest_int("depth", 1, 2)), n_trials=2, count="proposed", pruner=pruner
-    )
-    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED]
-
-
-def test_trial_without_a_step_says_nothing_of_memory() -> None:
-    guard = make_guard(build=build)
-
     def objective(trial: optuna.Trial) -> float:
-        suggest_width(trial)
-        raise optuna.TrialPruned("seen before")
+        return float(suggest_width(trial) + trial.suggest_int("depth", 1, 2))
 
-    study = study_of(SMALL)
-    study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    (decision,) = guard.log.records()
-    assert decision.status == "ok"
-    assert "memory" not in record_of(study.trials[0]).measured
+    proposals = [{"width": width, "depth": 1} for width in (SMALL, LARGE)]
+    study = run_study(*proposals, objective=objective, build=lambda params: of_two(**params))
+    assert states(study) == [COMPLETE, PRUNED]
 
 
 def test_what_cannot_be_measured_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,16 +256,13 @@ def test_what_cannot_be_measured_runs_all_the_same(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("the driver is gone")
 
     monkeypatch.setattr("perfguard.measure.Run.start", broken)
-    study = study_of(SMALL, SMALL)
     with pytest.warns(MeasurementWarning, match="could not measure a trial .* the driver is gone"):
-        study.optimize(
-            lambda trial: float(suggest_width(trial)), n_trials=2, pruner=PerfGuardPruner(guard=make_guard(build=build))
-        )
-    assert [trial.state for trial in study.trials] == [COMPLETE, COMPLETE]
+        study = run_study(SMALL, SMALL, objective=only_suggest, build=build)
+    assert states(study) == [COMPLETE, COMPLETE]
 
 
 def test_report_after_the_block_is_not_measured_again() -> None:
-    pruner = PerfGuardPruner(guard=make_guard(build=build))
+    pruner = make_pruner(build=build)
 
     def objective(trial: optuna.Trial) -> float:
         width = suggest_width(trial)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -97,7 +96,6 @@ def most_repeated(study: optuna.Study) -> int:
 @pytest.mark.parametrize(("name", "way"), SEARCHES)
 def test_study_launches_its_trials_where_little_fits(name: str, way: str) -> None:
     """A sampler that knows nothing of constraints proposes what was rejected, again and again."""
-    started_at = time.monotonic()
     study = study_of(way, SAMPLERS[name]())
     if name in ("grid", "brute force"):  # which try each point once and end
         assert {
@@ -106,18 +104,15 @@ def test_study_launches_its_trials_where_little_fits(name: str, way: str) -> Non
     else:
         assert num_launched(study) >= (NUM_TRIALS if way == "guarded study" else NUM_TRIALS - 1)  # the first is judged late
     assert most_repeated(study) <= 2
-    assert time.monotonic() - started_at < 120
 
 
 @pytest.mark.parametrize(("name", "way"), SEARCHES)
 def test_study_ends_where_nothing_fits(name: str, way: str) -> None:
-    started_at = time.monotonic()
-    with pytest.warns(NothingFeasibleWarning, match="Nothing fits"):
+    with pytest.warns(NothingFeasibleWarning, match=r"Nothing fits: \d+ proposals in a row .* 1\.00 MiB\. .* Raise the budget"):
         study = study_of(way, SAMPLERS[name](), build=build_nothing_that_fits)
     assert num_launched(study) == 0
     assert most_repeated(study) <= 2
     assert len(study.trials) <= 2 * len(WIDTHS) * len(BATCHES) + 2
-    assert time.monotonic() - started_at < 180
 
 
 class Scattering(ReplayPredictor):

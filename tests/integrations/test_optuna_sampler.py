@@ -127,20 +127,6 @@ def test_brute_force_tries_every_fitting_point_in_any_order() -> None:
     assert len(study.trials) <= 11
 
 
-@pytest.mark.slow
-def test_gp_sampler_learns_from_rejected_proposals() -> None:
-    """What it proposes after some trials fits more often than the space does."""
-    study = plain_study(GPSampler(seed=1, n_startup_trials=5, deterministic_objective=True))
-    study.optimize(objective, n_trials=8)  # each of the last takes seconds
-    assert len(completed(study)) >= 7
-    assert all(fits(study, trial.params) for trial in completed(study))
-    rejected = study.get_trials(states=(PRUNED,))
-    assert rejected
-    assert all(trial.constraints["perfguard:memory"] > 0 for trial in rejected)
-    later = [trial for trial in study.trials if trial.number > len(study.trials) // 2]
-    assert sum(trial.state == COMPLETE for trial in later) > len(later) / 2
-
-
 def conditional_build(params: Mapping[str, Any]) -> Workload:
     width = params["wide"] if params["kind"] == "wide" else params["narrow"]
     return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean, retain="nothing")
@@ -199,15 +185,6 @@ def test_gp_sampler_resumes_a_study_begun_unguarded() -> None:
     study.optimize(objective, n_trials=3)
     assert [trial.constraints for trial in completed(study)] == [{}] * 9
     assert all(fits(study, trial.params) for trial in completed(study)[6:])
-
-
-def test_nothing_feasible_ends_a_guarded_study() -> None:
-    study = create_study(sampler=RandomSampler(seed=0))
-    said = r"Nothing fits: 300 proposals in a row .* the budget is 1\.00 KiB\. .* Raise the budget"
-    with pytest.warns(NothingFeasibleWarning, match=said):
-        study.optimize(objective, n_trials=1000, pruner=make_pruner(memory_budget="1KiB"))
-    assert not completed(study)
-    assert 290 < len(study.trials) <= 300  # a point that comes again is no trial
 
 
 def test_study_without_a_sure_trial_suggests_more_risk() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import perfguard_optuna
 from perfguard import MeasurementStore, Run, Workload, resolve_device
 from perfguard.exceptions import UnguardedTrialWarning
-from perfguard_optuna import GuardedStudy, PerfGuardPruner, create_study, load_study, record_of
+from perfguard_optuna import GuardedStudy, PerfGuardPruner, load_study, record_of
 from tests.doubles import ReplayPredictor
 from tests.integrations.one_layer import (
     COMPLETE,
@@ -36,11 +34,12 @@ from tests.integrations.one_layer import (
     build,
     make_pruner,
     objective,
-    settings,
+    run_study,
     states,
     study_of,
     train,
 )
+from tests.warm import run_fresh
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
@@ -72,13 +71,6 @@ def test_pace_stops_a_trial_that_never_asks() -> None:
     study.optimize(perfguard_optuna.guarded(slow, "cpu", time_budget="5s", predictor=ReplayPredictor(), log=False), n_trials=1)
     assert states(study) == [PRUNED]
     assert "at the measured pace it takes" in study.trials[0].user_attrs["perfguard:stopped"]
-
-
-def test_guarded_objective_runs_in_any_study() -> None:
-    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"width": [SMALL, LARGE]}))
-    guarded = perfguard_optuna.guarded(objective, **settings())
-    study.optimize(guarded, n_trials=2)
-    assert sorted(states(study)) == [COMPLETE, PRUNED]
 
 
 def test_launched_trial_has_prediction_and_measurement() -> None:
@@ -113,9 +105,7 @@ class ObjectiveWithBuild:
 
 
 def test_an_objective_may_bring_its_build() -> None:
-    study = study_of(SMALL, LARGE)
-    study.optimize(ObjectiveWithBuild(), n_trials=2, count="proposed", pruner=make_pruner(build=None))
-    assert states(study) == [COMPLETE, PRUNED]
+    assert states(run_study(SMALL, LARGE, objective=ObjectiveWithBuild(), build=None)) == [COMPLETE, PRUNED]
 
 
 def test_another_pruner_works_as_ever() -> None:
@@ -137,54 +127,27 @@ def test_trial_ends_at_the_deciding_suggestion() -> None:
         reached.append("optimizer")
         return 0.0
 
-    study = study_of(LARGE, SMALL)
-    study.optimize(three_suggestions, n_trials=2, count="proposed", pruner=make_pruner())
+    run_study(LARGE, SMALL, objective=three_suggestions)
     assert reached == ["lr", "lr", "width", "optimizer"]
 
 
-def get(params: Mapping[str, Any], default: int) -> int:
-    factor: int = params.get("factor", default)
-    return factor
-
-
-def look(params: Mapping[str, Any], default: int) -> int:
-    return params["factor"] if "factor" in params else default  # noqa: SIM401
-
-
-def ask_forgiveness(params: Mapping[str, Any], default: int) -> int:
-    try:
-        return int(params["factor"])
-    except KeyError:
-        return default
-
-
-Read = Callable[[Mapping[str, Any], int], int]
-
-
-def build_with_default(params: Mapping[str, Any], read: Read, default: int) -> Workload:
-    return build({"width": params["width"] * read(params, default)})
+def build_with_default(params: Mapping[str, Any], default: int) -> Workload:
+    return build({"width": params["width"] * params.get("factor", default)})
 
 
 def two_suggestions(trial: optuna.Trial) -> float:
     return train(trial.suggest_int("width", SMALL, LARGE) * trial.suggest_int("factor", 1, LARGE // SMALL))
 
 
-@pytest.mark.parametrize("read", [get, look])
 @pytest.mark.parametrize(("default", "factor", "state"), [(1, LARGE // SMALL, PRUNED), (LARGE // SMALL, 1, COMPLETE)])
-def test_default_does_not_replace_a_later_suggestion(read: Read, default: int, factor: int, state: TrialState) -> None:
-    study = study_of({"width": SMALL, "factor": factor})
-    study.optimize(
-        two_suggestions,
-        n_trials=1,
-        count="proposed",
-        pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=default)),
-    )
+def test_default_does_not_replace_a_later_suggestion(default: int, factor: int, state: TrialState) -> None:
+    with_default = functools.partial(build_with_default, default=default)
+    study = run_study({"width": SMALL, "factor": factor}, objective=two_suggestions, build=with_default)
     assert states(study) == [state]
 
 
-@pytest.mark.parametrize("read", [get, look])
 @pytest.mark.parametrize("settle", ["should_prune", "report"])
-def test_a_default_is_taken_once_the_trial_runs(read: Read, settle: str) -> None:
+def test_a_default_is_taken_once_the_trial_runs(settle: str) -> None:
     trained = []
 
     def one_suggestion(trial: optuna.Trial) -> float:
@@ -196,13 +159,7 @@ def test_a_default_is_taken_once_the_trial_runs(read: Read, settle: str) -> None
         trained.append(width)
         return train(width)
 
-    study = study_of(SMALL, LARGE)
-    study.optimize(
-        one_suggestion,
-        n_trials=2,
-        count="proposed",
-        pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=1)),
-    )
+    study = run_study(SMALL, LARGE, objective=one_suggestion, build=functools.partial(build_with_default, default=1))
     assert states(study) == [COMPLETE, PRUNED]
     assert trained == [SMALL]
 
@@ -213,9 +170,8 @@ def test_never_suggested_param_leaves_trials_unguarded(unsettled: Callable[[Any]
         unsettled(params)
         return build(params)
 
-    study = study_of(SMALL, LARGE, SMALL)
     with pytest.warns(UnguardedTrialWarning, match=r"reads 'depth', which the trial has not suggested") as caught:
-        study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=build_deep))
+        study = run_study(SMALL, LARGE, SMALL, build=build_deep)
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 3
 
@@ -230,13 +186,10 @@ def failing_at(number: int, error: BaseException) -> Callable[[optuna.Trial], fl
     return failing
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."), torch.OutOfMemoryError("out of memory")],
-)
-def test_oom_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
+def test_oom_prunes_the_trial_and_the_study_goes_on() -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     study.optimize(failing_at(1, error), n_trials=3, count="proposed", pruner=pruner)
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert statuses(pruner, study) == ["ok", "oom", "ok"]
@@ -292,13 +245,6 @@ def test_two_jobs_share_a_pruner() -> None:
     assert alone.measurement.peak_memory_bytes is not None
 
 
-def test_the_sampler_is_told_which_trials_do_not_fit() -> None:
-    study = create_study(sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=10))
-    study.optimize(objective, n_trials=20, count="proposed", pruner=make_pruner())
-    early, late = (sum(state == PRUNED for state in part) for part in (states(study)[:10], states(study)[10:]))
-    assert early > late
-
-
 def url_of(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'study.db'}"
 
@@ -349,10 +295,7 @@ def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
     study = study_of(*[64] * 10, study_name="resumed", storage=url)
     study.optimize(objective, n_trials=5, count="proposed", pruner=pruner)
 
-    code = RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    there = tuple(map(float, done.stdout.split()))
+    there = tuple(map(float, run_fresh("-c", RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)).split()))
     assert there == pytest.approx(medians(pruner), rel=1e-3)
     assert there != pytest.approx(medians(guardnet_pruner(False)), rel=2e-3)
 
@@ -385,8 +328,7 @@ def test_ask_and_tell_are_optunas() -> None:
 
 
 def test_a_guarded_study_pickles() -> None:
-    study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, count="proposed", pruner=make_pruner())
+    study = run_study(SMALL, LARGE)
     copy = pickle.loads(pickle.dumps(study))
     assert isinstance(copy, GuardedStudy)
     for width in (LARGE, SMALL):
@@ -394,14 +336,6 @@ def test_a_guarded_study_pickles() -> None:
     copy.optimize(objective, n_trials=2, count="proposed")
     assert states(copy) == [COMPLETE, PRUNED, PRUNED, COMPLETE]
     assert states(study) == [COMPLETE, PRUNED]
-
-
-def test_the_shipped_predictor_learns_during_a_study() -> None:
-    pruner = PerfGuardPruner(gpu="cpu", build=build, log=False)
-    before = medians(pruner)
-    study_of(*[64] * 5).optimize(objective, n_trials=5, count="proposed", pruner=pruner)
-    assert medians(pruner) != before
-    assert resolve_device("cpu") is pruner.guard.device
 
 
 def test_optimize_adds_pruner_and_count_to_optunas() -> None:

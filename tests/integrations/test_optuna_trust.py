@@ -143,10 +143,6 @@ def returns_at_once(_run: Any) -> None:
     """A mock."""
 
 
-def sleeps(_run: Any) -> None:
-    time.sleep(0.01)
-
-
 def marks_steps(run: Any) -> None:
     for _ in range(10):
         run.step()
@@ -164,7 +160,7 @@ def holds_a_little(run: Any) -> None:
     del kept
 
 
-MOCKS = [(returns_at_once, "cpu"), (sleeps, "cpu"), (sleeps_in_steps, "cpu"), (holds_a_little, "cpu"), (marks_steps, "a100")]
+MOCKS = [(returns_at_once, "cpu"), (sleeps_in_steps, "cpu"), (holds_a_little, "cpu"), (marks_steps, "a100")]
 
 
 @pytest.mark.parametrize(("mock", "gpu"), MOCKS)

@@ -232,10 +232,7 @@ def test_stopping_a_watched_study_stops_it() -> None:
     [
         (typo, r"reads 'widht' \(did you mean 'width'\?\), which the trial has not suggested"),
         (attribute_typo, r"has no attribute 'width' \(parameters are items: params\['width'\]\)"),
-        (
-            lambda trial: build({"width": trial.suggest_int("width", 1, 2)}),
-            "build gets the parameters .* a dict, and not the trial",
-        ),
+        (lambda trial: build({"width": trial.suggest_int("width", 1, 2)}), "build gets the parameters .* and not the trial"),
         (lambda params: Workload(nn.Linear(64, 8).cuda(), inputs=(32, 64)), r"leave out \.cuda\(\)"),
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),  # type: ignore[arg-type]
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"whole numbers, but got \(32\.0, 64\)"),
@@ -261,6 +258,7 @@ def workload(**fields: Any) -> Workload:
 
 UNBOUND = [
     ({"time_budget": "1ms"}, {}, "time_budget needs the number of steps of a trial"),
+    ({"cost_budget": 1, "price_per_hour": 360}, {}, "cost_budget needs the number of steps of a trial"),
     ({"epoch_time_budget": "1min"}, {}, "epoch_time_budget needs the number of steps of an epoch"),
     ({"epoch_time_budget": "1min"}, {"mode": "infer"}, "epoch_time_budget limits training"),
     ({"latency_budget": "1ms"}, {}, "latency_budget limits inference, but the workload trains"),

@@ -15,13 +15,12 @@ import torch
 from ray import tune
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
-from ray.tune.search.hyperopt import HyperOptSearch
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, LogWarning, NothingFeasibleWarning, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, LogWarning, UnguardedTrialWarning
 from perfguard.record import TrialRecord
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -151,16 +150,6 @@ def test_waiting_searcher_gets_results_of_what_runs() -> None:
     assert search.suggest("b") == {"width": 16}
 
 
-def test_waiting_searcher_ends_where_nothing_fits() -> None:
-    class WaitingForEver(Waiting):
-        def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-            if not error:
-                super().on_trial_complete(trial_id, result)
-
-    with pytest.warns(NothingFeasibleWarning, match="WaitingForEver waits for the results of proposals none of which fits"):
-        assert guarded(WaitingForEver([LARGE, 2048, SMALL])).suggest("a") == Searcher.FINISHED
-
-
 def test_batch_limiter_is_not_blocked_by_rejections() -> None:
     searcher = ListSearcher([LARGE, SMALL, 2048, 16, 32])
     search = guarded(ConcurrencyLimiter(searcher, max_concurrent=2, batch=True))
@@ -192,17 +181,6 @@ def test_optuna_search_learns_pruning_and_constraints() -> None:
     assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
     for trial in trials:
         assert (trial.constraints["perfguard:memory"] > 0) == (trial.state.name == "PRUNED")
-
-
-def test_hyperopt_learns_from_what_did_not_fit() -> None:
-    searcher = HyperOptSearch(random_state_seed=1, n_initial_points=1)
-    search = guarded(searcher)
-    search.set_search_properties("loss", "min", {"width": WIDTHS})
-    for number in range(6):
-        assert search.suggest(f"trial{number}")["width"] in (SMALL, 16)
-        search.on_trial_complete(f"trial{number}", {"loss": 0.5, "training_iteration": 1})
-    assert perfguard_ray.summarize(search).num_pruned > 0
-    assert {trial["state"] for trial in searcher._hpopt_trials.trials} <= {2, 3}  # done or error, none left open
 
 
 def test_vain_search_waits_for_the_running_trial() -> None:

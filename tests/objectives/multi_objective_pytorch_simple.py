@@ -10,22 +10,13 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.objectives.pytorch_simple import define_model
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCHSIZE = 128
 CLASSES = 10
 EPOCHS = 3
 Loader = DataLoader[tuple[torch.Tensor, ...]]
-
-
-def define_model(trial: optuna.Trial) -> nn.Module:
-    layers: list[nn.Module] = []
-    in_features = 28 * 28
-    for i in range(trial.suggest_int("n_layers", 1, 3)):
-        out_features = trial.suggest_int(f"n_units_l{i}", 4, 128)
-        layers += [nn.Linear(in_features, out_features), nn.ReLU()]
-        layers.append(nn.Dropout(trial.suggest_float(f"dropout_{i}", 0.2, 0.5)))
-        in_features = out_features
-    return nn.Sequential(*layers, nn.Linear(in_features, CLASSES), nn.LogSoftmax(dim=1))
 
 
 def images(number: int) -> Loader:
@@ -61,9 +52,3 @@ def objective(trial: optuna.Trial) -> tuple[int, float]:
     for _epoch in range(EPOCHS):
         train_model(model, optimizer, train_loader)
     return eval_model(model, valid_loader)
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(directions=["minimize", "maximize"])
-    study.optimize(objective, n_trials=30, timeout=300)
-    print(study.best_trials)

@@ -11,25 +11,16 @@ import torch
 import torch.nn.functional as F
 from optuna.artifacts import FileSystemArtifactStore, download_artifact, upload_artifact
 from optuna.storages import RetryFailedTrialCallback
-from torch import nn, optim
+from torch import optim
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.objectives.pytorch_simple import define_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCHSIZE = 128
 CLASSES = 10
 EPOCHS = 3
 FOLDER = Path(tempfile.gettempdir()) / "pytorch_checkpoint"
-
-
-def define_model(trial: optuna.Trial) -> nn.Module:
-    layers: list[nn.Module] = []
-    in_features = 28 * 28
-    for i in range(trial.suggest_int("n_layers", 1, 3)):
-        out_features = trial.suggest_int(f"n_units_l{i}", 4, 128)
-        layers += [nn.Linear(in_features, out_features), nn.ReLU()]
-        layers.append(nn.Dropout(trial.suggest_float(f"dropout_l{i}", 0.2, 0.5)))
-        in_features = out_features
-    return nn.Sequential(*layers, nn.Linear(in_features, CLASSES), nn.LogSoftmax(dim=1))
 
 
 def get_mnist() -> tuple[DataLoader[tuple[torch.Tensor, ...]], DataLoader[tuple[torch.Tensor, ...]]]:
@@ -87,9 +78,3 @@ def objective(trial: optuna.Trial) -> float:
         if trial.should_prune():
             raise optuna.exceptions.TrialPruned
     return float(accuracy)
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(direction="maximize")
-    study.optimize(objective, n_trials=10, timeout=600)
-    print(study.best_trial)

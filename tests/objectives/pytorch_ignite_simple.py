@@ -62,9 +62,3 @@ def objective(trial: optuna.Trial) -> float:
     trainer.run(train_loader, max_epochs=EPOCHS)
     evaluator.run(val_loader)
     return float(evaluator.state.metrics["accuracy"])
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner())
-    study.optimize(objective, n_trials=20, timeout=600)
-    print(study.best_trial)

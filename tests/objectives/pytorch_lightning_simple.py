@@ -88,9 +88,3 @@ def objective(trial: optuna.Trial) -> float:
     )
     trainer.fit(model, datamodule=FashionMNISTDataModule(batch_size=BATCHSIZE))
     return float(trainer.callback_metrics["val_acc"].item())
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner())
-    study.optimize(objective, n_trials=20, timeout=600)
-    print(study.best_trial)

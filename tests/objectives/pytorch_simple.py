@@ -69,9 +69,3 @@ def objective(trial: optuna.Trial) -> float:
         if trial.should_prune():
             raise optuna.exceptions.TrialPruned
     return accuracy
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(direction="maximize")
-    study.optimize(objective, n_trials=20, timeout=600)
-    print(study.best_trial)

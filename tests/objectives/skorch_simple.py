@@ -46,9 +46,3 @@ def objective(trial: optuna.Trial) -> float:
     )
     net.fit(X_train, y_train)
     return float(accuracy_score(y_test, net.predict(X_test)))
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner())
-    study.optimize(objective, n_trials=20, timeout=600)
-    print(study.best_trial)

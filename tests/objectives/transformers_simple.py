@@ -53,9 +53,3 @@ def objective(trial: optuna.Trial) -> float:
     )
     trainer.train()
     return float(trainer.evaluate()["eval_accuracy"])
-
-
-if __name__ == "__main__":
-    study = optuna.create_study(direction="maximize")
-    study.optimize(objective, n_trials=5)
-    print(study.best_trial)

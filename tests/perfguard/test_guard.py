@@ -116,13 +116,6 @@ def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities
     assert set(guard.budget.quantities) == set(quantities)
 
 
-@pytest.mark.parametrize("budget", [{"time_budget": "1s"}, {"cost_budget": 1, "price_per_hour": 360}])
-def test_guard_does_not_prune_unknown_length(budget: Any, log: MeasurementStore) -> None:
-    endless = Workload(WORKLOAD.model, WORKLOAD.inputs, loss=WORKLOAD.loss)
-    with pytest.warns(UnguardedTrialWarning, match=f"{min(budget)} needs the number of steps of a trial. Give Workload"):
-        assert Guard(DEVICE, predictor=Oracle(), log=log, **budget).check(endless).action == "launch"
-
-
 medians = st.floats(0.5, 20).map(lambda gib: gib * GIB)
 sigmas = st.floats(0.01, 1)
 budgets = st.integers(GIB // 2, 10 * GIB)
@@ -208,18 +201,6 @@ def test_predictor_failure_launches_with_one_warning(own_log: MeasurementStore) 
     assert [logged.reason for logged in own_log.records("tuning")] == ["not judged: RuntimeError: weights on fire"] * 3
 
 
-@pytest.mark.parametrize("failure", ["build", "trace"])
-def test_a_workload_that_cannot_be_judged_is_launched(failure: str, log: MeasurementStore) -> None:
-    def make_workload() -> Workload:
-        if failure == "build":
-            raise ZeroDivisionError("no batches")
-        return UNTRACEABLE
-
-    guard = Guard(DEVICE, predictor=Oracle(memory=99 * GIB), log=log)
-    with pytest.warns(UnguardedTrialWarning, match="no batches" if failure == "build" else "in the model|in module"):
-        assert guard.decide(make_workload).verdict.action == "launch"
-
-
 def test_check_says_what_is_wrong_with_a_workload(log: MeasurementStore) -> None:
     with pytest.raises(TraceError, match="cannot be traced"):
         Guard(DEVICE, predictor=Oracle(), log=log).check(UNTRACEABLE)
@@ -302,13 +283,6 @@ def test_largest_phase_of_a_captured_trial_decides_its_memory(own_log: Measureme
     assert record.verdict is not None
     assert record.verdict.phase == "the evaluation"
     assert set(record.measured) == {"time", "step_time"}
-
-
-def test_steps_that_a_dry_run_did_not_see_are_named(log: MeasurementStore) -> None:
-    captured = CapturedTrial(trace(WORKLOAD), unseen="its batches do not come from a DataLoader")
-    guard = Guard(DEVICE, time_budget="1h", predictor=Oracle(), log=log)
-    with pytest.warns(UnguardedTrialWarning, match="The dry run did not see them: its batches do not come from a DataLoader"):
-        guard.decide(lambda: captured)
 
 
 def test_median_is_never_below_what_the_step_holds(log: MeasurementStore) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -23,6 +20,7 @@ from perfguard.log import MeasurementStore
 from perfguard.verdict import Verdict
 from tests.perfguard.log_rows import DEVICE, MEASUREMENT, beside, locked, make_graph, record, trials
 from tests.postgres import Postgres
+from tests.warm import run_fresh
 
 CROWD = Path(__file__).with_name("log_crowd.py")
 
@@ -34,11 +32,7 @@ def graph() -> OpGraph:
 
 def crowd(*words: object) -> Any:
     """What a run of ``log_crowd.py`` printed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(CROWD), *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_fresh(CROWD, *words))
 
 
 def complete_rows(location: object) -> list[str]:
@@ -123,14 +117,10 @@ def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder
             f"store = MeasurementStore({url!r})\n"
             "print(write(store, 1), write(store, 2), flush=True); os.kill(os.getpid(), 9)"
         )
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == -9, done.stderr
+        written = run_fresh("-c", code, status=-9).split()
         assert beside(data_folder)
-    assert complete_rows(url) == done.stdout.split()
-    assert complete_rows(url) == done.stdout.split()
+    assert complete_rows(url) == written
+    assert complete_rows(url) == written
     assert beside(data_folder) == []
 
 

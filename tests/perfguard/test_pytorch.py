@@ -83,10 +83,7 @@ WHOLE: dict[str, Callable[..., nn.Module]] = {
     "torch.compile(model) of Lightning": compiled_by_lightning,
     "model.compile()": compiled_in_place,
 }
-INNER: dict[str, Callable[..., nn.Module]] = {
-    "wrapped": lambda **options: Wrapper(compiles(Net(), **options)),
-    "wrapped, in place": lambda **options: Wrapper(compiled_in_place(**options)),
-}
+INNER: dict[str, Callable[..., nn.Module]] = {"wrapped": lambda **options: Wrapper(compiles(Net(), **options))}
 
 
 class OwnForward(Net):
@@ -120,15 +117,8 @@ def with_compiled_part(**options: Any) -> nn.Module:
     return model
 
 
-def with_part_compiled_in_place(**options: Any) -> nn.Module:
-    model = Net()
-    model.first.compile(backend=backend, **options)
-    return model
-
-
 PARTS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "submodule": (with_compiled_part, "first"),
-    "submodule in place": (with_part_compiled_in_place, "first"),
     "own forward": (OwnForward, "forward"),
     "own function": (OwnFunction, "activation"),
     "global function": (GlobalFunction, "global_activation"),

@@ -113,9 +113,7 @@ def test_verdict_is_as_unsure_as_finished_trials_disagree() -> None:
 
 
 def test_first_trial_of_unknown_length_is_not_checked_and_says_so() -> None:
-    with pytest.warns(
-        UnguardedTrialWarning, match="in a hurry. They follow from epochs=..., or from the first trial that finish"
-    ):
+    with pytest.warns(UnguardedTrialWarning, match="in a hurry. They follow from epochs=..., or from the first trial"):
         verdict = verdict_after([], MeasurementStore(":memory:"))
     assert "time" not in verdict.predicted
     assert verdict.remark == ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 from perfguard.exceptions import BuildError, WorkloadError
 from perfguard.graph import trace
 from perfguard.workload import TensorSpec, Workload, build_workload
+from tests.warm import run_fresh
 
 
 def build(params: Mapping[str, Any]) -> Workload:
@@ -63,8 +62,7 @@ for switch in {list(SWITCHES)!r}:
         os._exit(0)
     os.wait()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert dict(zip(SWITCHES, done.stdout.split(), strict=True)) == SWITCHES
+    assert dict(zip(SWITCHES, run_fresh("-c", code).split(), strict=True)) == SWITCHES
 
 
 @pytest.mark.parametrize("shape", [(-1, 3), (2.0, 3), (True,)])

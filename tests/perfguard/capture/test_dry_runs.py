@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import gc
+import logging
 import os
 import random
 import signal
@@ -23,12 +23,13 @@ import sqlalchemy
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.workload import CapturedTrial
+from tests.warm import run_fresh
 
 A100 = resolve_device("a100")
 Objective = Callable[[Ask], object]
@@ -287,11 +288,6 @@ def test_an_iterator_of_before_is_not_read_on(dry: Callable[..., DryRuns]) -> No
 # --- Whatever the objective does ------------------------------------------------------------------------------------------------
 
 
-def hang(ask: Ask) -> None:
-    while True:
-        time.sleep(0.01)
-
-
 def hang_in_c(ask: Ask) -> None:
     time.sleep(1000)
 
@@ -303,11 +299,6 @@ def hang_without_end(ask: Ask) -> None:
             time.sleep(1000)
         except BaseException:
             continue
-
-
-def hang_against_sigterm(ask: Ask) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    hang_in_c(ask)
 
 
 def crash(ask: Ask) -> None:
@@ -328,21 +319,9 @@ def leave_at_once(ask: Ask) -> None:
     os._exit(0)
 
 
-def leave_with_a_status(ask: Ask) -> None:
-    os._exit(3)
-
-
 def step_never(ask: Ask) -> None:
     for _ in DataLoader(TensorDataset(torch.randn(8, 20))):
         pass
-
-
-def train_nothing(ask: Ask) -> None:
-    train(model=nn.Linear(20, 3).requires_grad_(False))
-
-
-def train_on_nothing(ask: Ask) -> None:
-    train(data=TensorDataset(torch.randn(0, 20), torch.randint(0, 3, (0,))))
 
 
 def have_a_bug(ask: Ask) -> None:
@@ -354,18 +333,13 @@ def return_what_cannot_be_asked(ask: Ask) -> None:
 
 
 TROUBLES: list[tuple[Objective, str]] = [
-    (hang, r"did not end within 0\.3 s"),
     (hang_in_c, r"did not end within 0\.3 s"),
     (hang_without_end, r"did not end within 0\.3 s"),
-    (hang_against_sigterm, r"did not end within 0\.3 s"),
     (crash, "ended by signal 11"),
     (eat, r"more than 0\.125 GiB of host memory"),
     (leave, r"test_dry_runs\.py:\d+ with SystemExit: that was it"),
     (leave_at_once, r"exit status 0"),
-    (leave_with_a_status, r"exit status 3"),
     (step_never, "no step of a torch optimizer"),
-    (train_nothing, r"test_dry_runs\.py:\d+ with RuntimeError: element 0 of tensors does not require grad"),
-    (train_on_nothing, "no step of a torch optimizer"),
     (have_a_bug, rf"test_dry_runs\.py:{have_a_bug.__code__.co_firstlineno + 1} with RuntimeError: .*4, 21"),
     (return_what_cannot_be_asked, r"test_dry_runs\.py:\d+ with \w+: .*pickle"),
 ]
@@ -420,16 +394,6 @@ def test_a_slow_loader_gives_few_batches(dry: Callable[..., DryRuns]) -> None:
     data = Slow(torch.randn(100_000, 20), torch.randint(0, 3, (100_000,)))
     captured = dry(lambda ask: train(data=data, batch=8, epochs=3)).capture(no_params)
     assert (captured.steps_per_epoch, captured.steps) == (12_500, 37_500)
-
-
-def test_a_stream_without_an_end_is_cut(dry: Callable[..., DryRuns]) -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield torch.randn(20), 1
-
-    captured = dry(lambda ask: train(data=Stream())).capture(no_params)
-    assert (captured.steps_per_epoch, captured.steps, captured.unseen) == (None, None, "")
 
 
 def test_what_answers_may_raise(dry: Callable[..., DryRuns]) -> None:
@@ -718,6 +682,4 @@ def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "_Fork"), reason="this C library cannot hide a fork")
 def test_dry_runs_begin_after_a_backward_pass_beside_a_gpu() -> None:
     """PyTorch refuses another in a process that is forked then: of a second study in a notebook, nothing would be seen."""
-    script = Path(__file__).parent / "toy_gpu_threads.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout, done.returncode) == ("5\n5\n5\n", 0), done.stderr
+    assert run_fresh(Path(__file__).parent / "toy_gpu_threads.py") == "5\n5\n5\n"

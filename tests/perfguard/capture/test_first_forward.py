@@ -249,26 +249,23 @@ def test_a_model_of_the_set_up_is_not_taken_for_the_trained_one() -> None:
     assert seen.steps == 24
 
 
-def test_a_dry_run_that_fails_is_said_at_the_first_step() -> None:
+@pytest.mark.parametrize(
+    ("hangs", "message"),
+    [
+        (False, "why; from a first forward pass on, the dry run of the objective ends at"),
+        (True, "did not end within 3 s"),
+    ],
+)
+def test_a_dry_run_that_fails_or_hangs_is_said_at_the_first_step(hangs: bool, message: str) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
         loss = F.cross_entropy(model(x), y)
-        if not loss.item():
-            raise ValueError("no loss")
-        loss.backward()
-        optimizer.step()
-
-    assert str(judged(lambda: train(step))).startswith("why; from a first forward pass on, the dry run of the objective ends at")
-
-
-def test_a_dry_run_that_hangs_is_ended() -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-        loss = F.cross_entropy(model(x), y)
-        while not loss.item():
+        while not loss.item():  # as it is in a dry run
+            assert hangs
             time.sleep(0.01)
         loss.backward()
         optimizer.step()
 
-    assert "did not end within 3 s" in str(judged(lambda: train(step), most_seconds=3))
+    assert message in str(judged(lambda: train(step), most_seconds=3))
 
 
 def test_a_trial_without_training_is_judged_at_its_end() -> None:

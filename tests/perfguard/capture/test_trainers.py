@@ -53,7 +53,7 @@ def test_lightning_says_its_steps() -> None:
 @pytest.mark.parametrize("finds", ["lr_find", "scale_batch_size"])
 def test_what_lightning_finds_out_before_it_trains_is_left_out_and_its_checkpoints_are_read(finds: str, tmp_path: Path) -> None:
     import lightning.pytorch as pl
-    from lightning.pytorch.tuner import Tuner
+    from lightning.pytorch.tuner.tuning import Tuner
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

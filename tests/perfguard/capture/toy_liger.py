@@ -10,14 +10,13 @@ The kernels, which allocate nothing, are not run: Triton's interpreter (3.9) kno
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tests.perfguard.capture.toy_allocated import begins, peak_of_last_step
+from tests.warm import run_fresh
 
 VOCABULARY, TOKENS = 1024, 64
 
@@ -42,10 +41,7 @@ def train(before: Callable[[], object] = lambda: None) -> None:
 
 def real_bytes() -> int:
     """Peak of a step, in a process of its own."""
-    command = [sys.executable, "-m", __spec__.name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
+    return int(run_fresh("-m", __spec__.name, timeout_s=300).split()[-1])
 
 
 def main() -> None:

@@ -142,9 +142,6 @@ def test_check_of_a_script_has_the_exit_statuses_of_check(
     assert bool(err) == (status == 2)
 
 
-ONE_STEP = "import torch\nw = torch.nn.Parameter(torch.ones(8))\noptimizer = torch.optim.SGD([w])\n"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -154,10 +151,7 @@ ONE_STEP = "import torch\nw = torch.nn.Parameter(torch.ones(8))\noptimizer = tor
         ("x = (", "SyntaxError: '(' was never closed (train.py, line 1)"),
         ("import sys\nsys.stdin = open('/dev/null')\nname = input('name? ')", "at train.py:3 with EOFError"),
         ("import sys\n\nsys.exit('no data here')", "at train.py:3 with ExitError: status 1: no data here"),
-        (
-            "import argparse\nargparse.ArgumentParser().parse_args()",
-            "status 2: train.py: error: unrecognized arguments: --epochs 3",
-        ),
+        ("import argparse\nargparse.ArgumentParser().parse_args()", "error: unrecognized arguments: --epochs 3"),
         ("import os\nos.kill(os.getpid(), 9)", "the dry run of train.py was ended by signal 9"),
         ("import time\nwhile True:\n    time.sleep(9)", "at train.py:3 with TimeoutError: it has not ended after 0.5 s"),
     ],
@@ -204,10 +198,7 @@ def test_a_script_is_predicted_on_several_devices(write: Write, capsys: pytest.C
         (["dry-run", "train.py", "--gpu", "a1000"], "Did you mean 'a100'"),
         (["dry-run", "train.py", "--batch-size", "3"], "The script's own words follow --: train.py -- --batch-size 64"),
         (["check", "train.py", "--set", "width=3"], "--set is not for scripts. The script's own words follow --: train.py -- "),
-        (
-            ["check", "train.py:build", "--", "--batch-size", "3"],
-            "-- is for a script, such as train.py, but got 'train.py:build'",
-        ),
+        (["check", "train.py:build", "--", "--batch-size", "3"], "-- is for a script, such as train.py, but got"),
     ],
 )
 def test_wrong_usage_is_explained(write: Write, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

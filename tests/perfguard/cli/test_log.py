@@ -177,11 +177,7 @@ def test_forget_without_terminal_changes_nothing(
         (["show", "--log", "nowhere.db"], "There is no measurement log at nowhere.db"),
         (["prune"], "Say what to remove"),
         (["export", "out.xlsx"], "must end in .csv"),
-        (
-            ["show", "--since", "yesterday"],
-            '--since must look like "2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d"',
-        ),
-        (["show", "--since", "2026"], "--since must look like"),
+        (["show", "--since", "yesterday"], '"2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d"'),
         (["export", "out.csv", "--before", "2026-13-01"], "--before must look like"),
         (["show", "--before", "9999999999d"], "--before must look like"),
         (["show", "--since", "1h", "--before", "2h"], "since must be earlier than before"),

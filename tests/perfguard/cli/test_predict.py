@@ -24,9 +24,6 @@ from torch import nn
 
 from perfguard import Workload
 
-NOT_A_FUNCTION = 3
-
-
 def build(params):
     model = nn.Linear(64, params.get("width", 32))
     return Workload(model, inputs=(params.get("batch_size", 4), 64), loss=lambda output: output.mean())
@@ -41,16 +38,8 @@ def picky(params):
     return build(params)
 
 
-def needs_width(params):
-    return build({"width": params["width"]})
-
-
 def raises(params):
     raise ZeroDivisionError("a mistake in build")
-
-
-def returns_a_model(params):
-    return nn.Linear(1, 1)
 
 
 def on_many_gpus(params):
@@ -129,15 +118,8 @@ def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture
         (["{script}"], "{script} made no step of a torch optimizer. Describe what it runs: {script}:BUILD"),
         (["{script}:build", "--plot", "timeline.png"], "--plot writes a page, so its name ends in .html"),
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
-        (
-            ["{script}:bulid"],
-            "has no function 'bulid' (did you mean 'build'?). Its functions: build, needs_width, on_many_gpus, picky, "
-            "raises, returns_a_model.",
-        ),
-        (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
+        (["{script}:bulid"], "no function 'bulid' (did you mean 'build'?). Its functions: build, on_many_gpus, picky, raises."),
         (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
-        (["{script}:returns_a_model"], "must return a perfguard.Workload, but returned Linear"),
-        (["{script}:needs_width"], "needs the hyperparameter 'width': add --set width=VALUE"),
         (["{broken}:build"], "cannot be imported: SyntaxError"),
     ],
 )
@@ -148,7 +130,7 @@ def test_an_error_is_explained_on_stderr(
     broken.write_text("def build(:")
     names = {"script": script, "folder": tmp_path, "broken": broken}
     given = [argument.format(**names) for argument in arguments]
-    of_the_file = ("raised", "must return", "cannot be imported", "made no step")  # what is in it is no wrong usage
+    of_the_file = ("raised", "cannot be imported", "made no step")  # what is in it is no wrong usage
     status = 1 if any(words in message for words in of_the_file) else 2
     assert main(["predict", *given, *([] if "--gpu" in given else ["--gpu", "a100"])]) == status
     captured = capsys.readouterr()
@@ -166,14 +148,9 @@ def test_an_error_is_explained_on_stderr(
         (["predict", "f.py:build", "--mode", "dream"], "invalid choice: 'dream'"),
         (["predict", "f.py:build", "--precision", "tf32"], "give --precision fp32 --tf32 on"),
         (["check", "f.onnx", "--tf32", "yes"], "invalid choice: 'yes'"),
-        (
-            ["predict", "f.py:build", "--batch-size", "many"],
-            "--batch-size: expected a whole number of at least 1, but got 'many'",
-        ),
-        (["predict", "f.py:build", "--batch-size", "0"], "expected a whole number of at least 1, but got '0'"),
+        (["predict", "f.py:build", "--batch-size", "0"], "--batch-size: expected a whole number of at least 1, but got '0'"),
         (["predict", "f.py:build", "--steps", "1.5"], "--steps: expected a whole number"),
         (["predict", "f.py:build", "--set", "width"], "--set: must look like NAME=VALUE, but got 'width'"),
-        (["predict", "f.py:build", "--set", "=3"], "--set: must look like NAME=VALUE, but got '=3'"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import run_fresh
 
 MODELS = str(Path(__file__).parents[3] / "examples" / "models.py")
 HEAVY = ("torch", "numpy", "scipy", "pandas", "sqlalchemy", "onnx", "rich")
@@ -18,9 +18,7 @@ NOT_FOR_A_PREDICTION = ("sklearn", "scipy", "sqlalchemy", "alembic", "onnx", "ma
 
 def run(code: str, *arguments: str) -> Any:
     """What ``code`` prints, as JSON. It runs in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_fresh("-c", code, *arguments).splitlines()[-1])
 
 
 def loaded_by(*words: str) -> tuple[int, set[str], str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -14,25 +13,12 @@ import torch
 
 from perfguard.devices import catalog, cpu, detect, detect_gpu, resolve_device
 from perfguard.exceptions import ConfigurationError, MeasuringError
-
-_T = TypeVar("_T")
-
-
-class FakeNvmlError(Exception):
-    pass
+from tests.fake_gpu import NOT_SUPPORTED, UNINITIALIZED, FakeNvmlError
 
 
-@dataclass
-class Card:
-    name: str | bytes
-    memory_mib: int
-    uuid: str = "GPU-1"
-    capability: tuple[int, int] | None = None
-    cores: int | None = None
-    sm_mhz: int | None = None
-    memory_mhz: int | None = None
-    bus_bits: int | None = None
-    power_mw: int | None = None
+def card(name: str | bytes, memory_mib: int, uuid: str = "GPU-1", **figures: Any) -> dict[str, Any]:
+    """What NVML answers of a card, by the names of its functions."""
+    return {"UUID": uuid, "Name": name, "MemoryInfo": SimpleNamespace(total=memory_mib * 2**20), **figures}
 
 
 class FakeNvml:
@@ -40,48 +26,41 @@ class FakeNvml:
 
     NVMLError, NVML_CLOCK_SM, NVML_CLOCK_MEM = FakeNvmlError, 1, 2
 
-    def __init__(self, cards: Sequence[Card] = (), *, installed: bool = True) -> None:
+    def __init__(self, *cards: dict[str, Any], installed: bool = True) -> None:
         self.cards, self.installed = cards, installed
 
     def nvmlInit(self) -> None:
         if not self.installed:
-            raise FakeNvmlError("Driver Not Loaded")
+            raise FakeNvmlError(UNINITIALIZED)
 
     def nvmlShutdown(self) -> None:
         pass
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
-        return _known(next(iter(self.cards[index : index + 1]), None))
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        return _found(dict(enumerate(self.cards)), index)
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card:
-        return _known(next((card for card in self.cards if card.uuid == uuid), None))
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
+        return _found({card["UUID"]: card for card in self.cards}, uuid)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Card) -> Any:
-        return SimpleNamespace(total=handle.memory_mib * 2**20)
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: Card, clock: int) -> int:
-        return _known({1: handle.sm_mhz, 2: handle.memory_mhz}[clock])
+    def nvmlDeviceGetMaxClockInfo(self, handle: dict[str, Any], clock: int) -> Any:
+        return _found(_found(handle, "MaxClockInfo"), clock)
 
     def __getattr__(self, name: str) -> Any:
-        field = {
-            "nvmlDeviceGetName": "name",
-            "nvmlDeviceGetCudaComputeCapability": "capability",
-            "nvmlDeviceGetNumGpuCores": "cores",
-            "nvmlDeviceGetMemoryBusWidth": "bus_bits",
-            "nvmlDeviceGetPowerManagementDefaultLimit": "power_mw",
-        }[name]
-        return lambda handle: _known(getattr(handle, field))
+        return lambda handle: _found(handle, name.removeprefix("nvmlDeviceGet"))
 
 
-def _known(value: _T | None) -> _T:
-    if value is None:
-        raise FakeNvmlError("Not Supported")
-    return value
+def _found(figures: Mapping[Any, Any], name: Any) -> Any:
+    if name not in figures:
+        raise FakeNvmlError(NOT_SUPPORTED)
+    return figures[name]
 
 
-T4 = Card("Tesla T4", 15360, uuid="GPU-t4")
-A100 = Card("NVIDIA A100-PCIE-40GB", 40960, uuid="GPU-a100")
-UNKNOWN = Card("NVIDIA GeForce RTX 3080 Next", 10240, "GPU-3080", (8, 6), 8704, 2100, 9501, 320, 320_000)
+T4 = card("Tesla T4", 15360, uuid="GPU-t4")
+A100 = card("NVIDIA A100-PCIE-40GB", 40960, uuid="GPU-a100")
+UNKNOWN = card(
+    "NVIDIA GeForce RTX 3080 Next", 10240, CudaComputeCapability=(8, 6), NumGpuCores=8704, MaxClockInfo={1: 2100, 2: 9501},
+    MemoryBusWidth=320, PowerManagementDefaultLimit=320_000,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +85,12 @@ def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_detect_gpu_recognises_catalog_cards(name: str | bytes, memory_mib: int, id_: str) -> None:
-    assert detect_gpu(nvml=FakeNvml([Card(name, memory_mib)])) is catalog()[id_]
+    assert detect_gpu(nvml=FakeNvml(card(name, memory_mib))) is catalog()[id_]
 
 
 def test_detect_gpu_describes_unknown_card_from_nvml() -> None:
     """It is never described as faster than it is."""
-    found = detect_gpu(nvml=FakeNvml([UNKNOWN]))
+    found = detect_gpu(nvml=FakeNvml(UNKNOWN))
     assert found is not None
     assert (found.id, found.name, found.kind) == ("nvidia-geforce-rtx-3080-next", "NVIDIA GeForce RTX 3080 Next", "cuda")
     assert (found.num_sms, found.tdp_w, found.architecture) == (68, 320.0, "compute 8.6")
@@ -126,7 +105,7 @@ def test_detect_gpu_describes_unknown_card_from_nvml() -> None:
 @pytest.mark.parametrize(("capability", "rates"), [((6, 1), {"fp32"}), ((7, 5), {"fp32", "fp16"})])
 def test_detect_gpu_unknown_card_lacks_newer_rates(capability: tuple[int, int], rates: set[str]) -> None:
     """It has no rate that its generation lacks."""
-    found = detect_gpu(nvml=FakeNvml([Card("GeForce GTX 1600", 6144, capability=capability, cores=1408)]))
+    found = detect_gpu(nvml=FakeNvml(card("GeForce GTX 1600", 6144, CudaComputeCapability=capability, NumGpuCores=1408)))
     assert found is not None
     assert set(found.peak_flops) == rates
 
@@ -134,7 +113,7 @@ def test_detect_gpu_unknown_card_lacks_newer_rates(capability: tuple[int, int], 
 def test_no_nvml_no_driver_and_no_gpu_are_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect_gpu(nvml=FakeNvml(installed=False)) is None
     assert detect_gpu(nvml=FakeNvml()) is None
-    assert detect_gpu(1, nvml=FakeNvml([T4])) is None
+    assert detect_gpu(1, nvml=FakeNvml(T4)) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert detect_gpu() is None
 
@@ -164,12 +143,12 @@ def test_anything_but_a_text_or_a_device_is_refused(gpu: Any) -> None:
 )
 def test_a_short_name_means_the_variant_that_is_here(gpu: str, id_: str) -> None:
     """Readings count only for the device that gave them: whoever writes "a100" beside an A100 SXM means that card."""
-    here = replace(A100, name="NVIDIA A100-SXM4-80GB", memory_mib=81920)
-    assert resolve_device(gpu, nvml=FakeNvml([here])).id == id_
+    here = card("NVIDIA A100-SXM4-80GB", 81920)
+    assert resolve_device(gpu, nvml=FakeNvml(here)).id == id_
 
 
 def test_cpu_and_auto_without_a_gpu_are_this_processor() -> None:
-    assert resolve_device("cpu", nvml=FakeNvml([T4])) is cpu()
+    assert resolve_device("cpu", nvml=FakeNvml(T4)) is cpu()
     assert resolve_device(" CPU ") is cpu()
     assert resolve_device("auto", nvml=FakeNvml()) is cpu()
 
@@ -189,7 +168,7 @@ def test_cpu_and_auto_without_a_gpu_are_this_processor() -> None:
 def test_auto_is_first_visible_gpu(visible: str | None, id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert resolve_device("auto", nvml=FakeNvml([T4, A100])).id == id_
+    assert resolve_device("auto", nvml=FakeNvml(T4, A100)).id == id_
 
 
 def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

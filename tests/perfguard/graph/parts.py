@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perfguard.graph.recorder import tensors_in
 
 
 def total(output: Any) -> torch.Tensor:
@@ -35,3 +40,25 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(*inputs)
+
+
+class RealBytes(TorchDispatchMode):
+    """Sums the bytes of the storages that are alive after each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, int] = {}
+        self.most = 0
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs or {}, out)):
+            storage = tensor.untyped_storage()
+            if storage not in self._numbers:
+                number = self._numbers[storage] = next(self._count)
+                self.alive[number] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, number)
+        self.most = max(self.most, sum(self.alive.values()))
+        return out

@@ -67,17 +67,7 @@ def by_hit(layer: Experts, x: torch.Tensor, probability: torch.Tensor) -> torch.
     return out
 
 
-def by_scatter(layer: Experts, x: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
-    weight, selected = probability.topk(2)
-    gates = torch.zeros_like(probability).scatter(1, selected, weight)
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(layer.experts):
-        rows = gates[:, number].nonzero().squeeze(-1)
-        out.index_add_(0, rows, expert(x[rows]) * gates[rows, number, None])
-    return out
-
-
-DISPATCHES: list[Dispatch] = [by_mask, by_row, by_hit, by_scatter]
+DISPATCHES: list[Dispatch] = [by_mask, by_row, by_hit]
 
 
 def product_flops(graph: OpGraph) -> int:

@@ -116,34 +116,19 @@ def test_sampling_thread_sees_memory_outside_allocator(gpu: FakeGpu, nvml: FakeN
 
 
 @pytest.mark.parametrize(
-    ("refused", "own_pid", "others", "method", "note"),
+    ("refused", "card", "method", "note"),
     [
-        ({"nvmlInit": NOT_SUPPORTED}, PID, {}, "cuda-card", "NVML cannot be used (Not Supported)"),
-        (
-            {"nvmlDeviceGetComputeRunningProcesses": NO_PERMISSION},
-            PID,
-            {},
-            "cuda-card",
-            "NVML could not read its processes (Insufficient Permissions)",
-        ),
-        ({}, 99, {}, "cuda-card", "NVML does not show this process by its id (a container?)"),
-        ({}, 99, {7: 9000 * MiB}, "catalog-context", "the context is the catalog's figure"),
-        (
-            {"nvmlDeviceGetHandleByUUID": NOT_SUPPORTED},
-            PID,
-            {},
-            "cuda-card",
-            "NVML does not know this CUDA device (Not Supported)",
-        ),
+        ({"nvmlInit": NOT_SUPPORTED}, {}, "cuda-card", "NVML cannot be used (Not Supported)"),
+        ({"nvmlDeviceGetComputeRunningProcesses": NO_PERMISSION}, {}, "cuda-card", "NVML could not read its processes"),
+        ({"nvmlDeviceGetHandleByUUID": NOT_SUPPORTED}, {}, "cuda-card", "NVML does not know this CUDA device"),
+        ({}, {"own_pid": 99}, "cuda-card", "NVML does not show this process by its id (a container?)"),
+        ({}, {"own_pid": 99, "others": {7: 9000 * MiB}}, "catalog-context", "the context is the catalog's figure"),
     ],
 )
-def test_missing_nvml_figures_come_from_elsewhere(
-    refused: Any, own_pid: int, others: Any, method: str, note: str, gpu: FakeGpu, nvml: FakeNvml
-) -> None:
+def test_missing_nvml_figures_come_from_elsewhere(refused: Any, card: Any, method: str, note: str) -> None:
     """The note says so."""
-    nvml.refusals |= refused
-    gpu.own_pid, gpu.others = own_pid, others
-    measurement = measure(gpu, nvml)
+    gpu = FakeGpu(**card)
+    measurement = measure(gpu, FakeNvml(gpu, refused))
     assert measurement.method == f"{method}+allocator"
     assert measurement.peak_memory_bytes == (1000 + 500) * MiB  # 450 of the context, 50 of the firmware
     assert note in measurement.note

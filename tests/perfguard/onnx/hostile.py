@@ -20,7 +20,6 @@ from perfguard.exceptions import OnnxError
 from perfguard.onnx import graph_from_onnx
 
 LONGEST_S = 10.0
-MOST_BYTES = 2**30
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
 

@@ -6,8 +6,6 @@ A refusal is one line that names the file, the place in it, and what to do.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from perfguard.onnx import graph_from_onnx
 from perfguard.onnx.read import read_network
 from tests.perfguard.onnx import hostile
 from tests.perfguard.onnx.hostile import Sparse, convolution, model_of
+from tests.warm import run_fresh
 
 FLOAT = TensorProto.FLOAT
 
@@ -224,10 +223,8 @@ def test_large_files_neither_hang_nor_fill_memory(tmp_path: Path) -> None:
 
 
 def within_limits(names: list[str], folder: Path) -> None:
-    command = [sys.executable, str(Path(hostile.__file__)), str(folder), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False)
-    rows = [line.split("\t") for line in done.stdout.splitlines()]
-    assert [row[0] for row in rows] == names, done.stderr[-2000:]
+    rows = [line.split("\t") for line in run_fresh(hostile.__file__, folder, *names, timeout_s=1400).splitlines()]
+    assert [row[0] for row in rows] == names
     for name, seconds, peak_mib, text in rows:
         assert float(seconds) < 10, name
         assert int(peak_mib) < 1024, name
@@ -248,10 +245,8 @@ def test_what_is_read_can_be_predicted(name: str, tmp_path: Path) -> None:
 def test_damaged_files_are_read_or_refused(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """`pytest --fuzz-files 10000` reads more of them."""
     number = request.config.getoption("--fuzz-files")
-    command = [sys.executable, str(Path(__file__).with_name("fuzz.py")), str(number), "8", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    counts = {name: int(value) for name, value in map(str.split, done.stdout.splitlines())}
+    printed = run_fresh(Path(__file__).with_name("fuzz.py"), number, 8, tmp_path, timeout_s=3000)
+    counts = {name: int(value) for name, value in map(str.split, printed.splitlines())}
     assert counts["read"] + counts["refused"] >= number
     assert min(counts["read"], counts["refused"]) >= 0.02 * number, "all of one sort: the damage is too great or too small"
     assert counts["peak_mib"] < 1024
