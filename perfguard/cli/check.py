@@ -68,7 +68,7 @@ def check(arguments: argparse.Namespace) -> int:
         verdict, known = _judged(arguments, device, budget, risk)
         result, reason = result_of(verdict, risk)
         if result == "fits" and known.get("steps") is None and (budget.trial_time_s is not None or budget.cost is not None):
-            result, reason = "cannot tell", f"{reason}; {' '.join(known['notes'])}"
+            result, reason = "cannot tell", f"{reason}. {known['notes'][-1]}"
         document = {"gpu": device.id} | known | _numbers_of(verdict)
         document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
     except ConfigurationError:

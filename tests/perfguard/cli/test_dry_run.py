@@ -181,7 +181,7 @@ def test_script_that_fails_after_its_training_is_judged_by_its_step(write: Write
     assert (document["steps_per_epoch"], document["steps"]) == (200, None)
     assert document["notes"][0].startswith("The dry run did not come to the script's end: ExitError: status 1")
     assert "Give --steps" in document["notes"][1]
-    assert main(["check", script, *GPU, "--max-trial-time", "1h"]) == 2
+    assert main(["check", script, *GPU, "--max-trial-time", "1h"]) == 3
     assert "Give --steps" in capsys.readouterr().err
     assert main(["check", script, *GPU, "--max-trial-time", "1h", "--steps", "600"]) == 0
 
