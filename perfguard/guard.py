@@ -8,6 +8,7 @@ and conditions the predictor on the log.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -181,6 +182,8 @@ class Guard:
         )
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
+        if log in ("", True) or not isinstance(log, MeasurementStore | str | os.PathLike | bool | None):
+            raise ConfigurationError(f"log must be a path or URL, a MeasurementStore, None (your own) or False, but got {log!r}.")
         self.log = log if isinstance(log, MeasurementStore) else MeasurementStore(":memory:" if log is False else log)
         self.num_launched = 0
         """Trials that were launched with a verdict."""

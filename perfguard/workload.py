@@ -147,12 +147,10 @@ class Workload:
                 allowed = ", ".join(get_args(literal))
                 instead = tf32_instead(value) if name == "precision" else ""
                 raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {value!r}.{instead}")
-        if self.accumulation < 1:
-            raise WorkloadError(f"Workload.accumulation must be at least 1, but got {self.accumulation!r}.")
-        for name in ("steps", "steps_per_epoch"):
+        for name, or_none in (("accumulation", ""), ("steps", " or None"), ("steps_per_epoch", " or None")):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise WorkloadError(f"Workload.{name} must be at least 1 or None, but got {value!r}.")
+            if not (isinstance(value, Integral) and value >= 1) and not (or_none and value is None):
+                raise WorkloadError(f"Workload.{name} must be a whole number of at least 1{or_none}, but got {value!r}.")
         if isinstance(self.loss, type):
             name = self.loss.__name__
             raise WorkloadError(f"Workload.loss must be a function, but got the class {name}. Make one of it: loss={name}().")

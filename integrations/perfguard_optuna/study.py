@@ -209,6 +209,8 @@ class GuardedObjective:
             value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded, ranks))
         except BaseException as error:
             guard.finish(study, error, ranks)
+            ended = TrialState.PRUNED if isinstance(error, optuna.TrialPruned) else TrialState.FAIL
+            guard.known(study, trial).report_ended(ended)  # of its own, before it could be judged
             prune_if_ran_out(error, ranks)
             raise
         else:

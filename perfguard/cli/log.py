@@ -312,6 +312,8 @@ def report(arguments: argparse.Namespace) -> None:
     from perfguard.report import write_report
 
     source = arguments.source or default_location()
+    if Path(arguments.out).suffix != ".html":
+        raise ConfigurationError(f"--out is a page, so its name ends in .html, but got {arguments.out!r}.")
     if arguments.source is None and "://" not in source and not Path(source).exists():
         raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
     print(write_report(source, arguments.out, study=arguments.study))

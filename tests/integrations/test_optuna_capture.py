@@ -433,6 +433,19 @@ def test_trial_whose_set_up_needs_values_is_judged_where_its_training_begins(str
     assert "captured at the first forward pass 2" in str(summarize(study))
 
 
+def test_trial_that_ends_before_its_training_begins_says_so() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_categorical("width", [8])
+        raise optuna.TrialPruned if trial.number else RuntimeError("no data")
+
+    study = study_of()
+    study.optimize(perfguard_optuna.guarded(objective, gpu="cpu", log=False), n_trials=2, catch=(RuntimeError,))
+    verdicts = [record_of(trial).verdict for trial in study.trials]
+    assert [verdict and verdict.unjudged for verdict in verdicts] == [
+        "it failed before PerfGuard could judge it.", "it pruned itself before PerfGuard could judge it."
+    ]  # fmt: skip
+
+
 # --- Steps that a dry run does not see ------------------------------------------------------------------------------------------
 
 

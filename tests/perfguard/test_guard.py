@@ -225,6 +225,8 @@ def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
         ({"memory_budget": 0.025}, r"memory budget of 256 MiB is too small for any trial"),
         ({"cost_budget": "$2"}, "cost_budget needs price_per_hour, the price of an hour on the device"),
         ({"gpu": "a1000000"}, "gpu must be a name from the catalog, 'auto' or 'cpu', but got 'a1000000'"),
+        ({"log": 5}, "log must be a path or URL, a MeasurementStore, None .* but got 5"),
+        ({"log": ""}, "log must be a path or URL, .* but got ''"),
     ],
 )
 def test_an_argument_that_cannot_be_right_is_named(options: Any, message: str, log: MeasurementStore) -> None:

@@ -28,9 +28,9 @@ def build(params: Mapping[str, Any]) -> Workload:
         ("precision", "tf32", 'but got \'tf32\'. TF32 is a way to compute fp32: give precision="fp32", tf32="on"'),
         ("tf32", True, "Workload.tf32 must be one of default, on, off, but got True"),
         ("layout", "NHWC", "Workload.layout must be one of nchw, nhwc, but got 'NHWC'"),
-        ("accumulation", 0, "Workload.accumulation must be at least 1, but got 0"),
-        ("steps", 0, "Workload.steps must be at least 1 or None, but got 0"),
-        ("steps_per_epoch", -1, "Workload.steps_per_epoch must be at least 1 or None, but got -1"),
+        ("accumulation", 0, "Workload.accumulation must be a whole number of at least 1, but got 0"),
+        ("steps", "10", "Workload.steps must be a whole number of at least 1 or None, but got '10'"),
+        ("steps_per_epoch", -1, "Workload.steps_per_epoch must be a whole number of at least 1 or None, but got -1"),
     ],
 )
 def test_a_field_that_cannot_be_right_is_named(field: str, value: Any, message: str) -> None:
