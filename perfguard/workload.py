@@ -149,7 +149,7 @@ class Workload:
                 raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {value!r}.{instead}")
         for name, or_none in (("accumulation", ""), ("steps", " or None"), ("steps_per_epoch", " or None")):
             value = getattr(self, name)
-            if not (isinstance(value, Integral) and value >= 1) and not (or_none and value is None):
+            if not (isinstance(value, Integral) and int(value) >= 1) and not (or_none and value is None):
                 raise WorkloadError(f"Workload.{name} must be a whole number of at least 1{or_none}, but got {value!r}.")
         if isinstance(self.loss, type):
             name = self.loss.__name__

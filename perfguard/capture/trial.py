@@ -348,10 +348,15 @@ class Watch:
             return
         if len(self.marks) >= 3:
             self._allowance = self._allowance or Allowance(self._most_seconds)
-        if len(self.marks) >= 3 + self._ranks.are_many and not self.loaders.feed_steps and not self.loaders.may_spare:
+        if len(self.marks) >= 3 + self._makes_buckets_anew and not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if self._allowance is not None and self._allowance.is_spent:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    @property
+    def _makes_buckets_anew(self) -> bool:
+        """Whether the second step is another than those after it, as that of DDP."""
+        return self._ranks.are_many and "fsdp" not in self._ranks.options(self._roots.values())
 
     def _is_same_step(self) -> bool:
         """Whether DeepSpeed steps another group of parameters: no backward pass has run since the last."""
@@ -408,7 +413,7 @@ class Watch:
         kept += [loop.missing(self._recorder.ops, self._lives, 0) for loop in self.generations.loops]
         self._lives += itertools.chain(*kept)
         phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
-        number = 1 if self._ranks.are_many and len(self.marks) > 3 else 0  # DDP makes its buckets anew in the second step
+        number = 1 if self._makes_buckets_anew and len(self.marks) > 3 else 0
         candidates = range(number, min(number + 2, len(self.marks) - 1))
         number = min(candidates, key=self._is_unusual, default=number)
         begin, end, after = self._step(number)
