@@ -256,7 +256,7 @@ class Loaders:
                 self.first_ended_at = latest.begins_at
                 self._end_first_epoch(num_steps - 1)
             self._num_epochs += 1
-        if len(self._used) == 3:
+        if len(self._used) == 2 or (len(self._used) == 3 and self.may_spare):  # a third step that takes all of it is enough
             self._allowance = Allowance(self._seconds_spared)
 
     def _end_first_epoch(self, num_steps: int) -> None:
