@@ -419,6 +419,8 @@ def repair_of(trial: optuna.Trial) -> Repair:
 
 
 def _own_repair(trial: optuna.Trial) -> Repair:
+    if isinstance(trial, FixedTrial):
+        return AS_PROPOSED
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.known(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED
 

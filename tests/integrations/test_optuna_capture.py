@@ -25,7 +25,7 @@ from perfguard.capture.first_forward import FirstForward
 from perfguard.exceptions import CaptureError, DriftWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.log import MeasurementStore
 from perfguard.workload import CapturedTrial
-from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of, summarize
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of, repair_of, summarize
 from perfguard_optuna.capture import ObjectiveBuild, leave_study
 
 pytestmark = [
@@ -67,8 +67,10 @@ def assert_judged(trials: Sequence[FrozenTrial]) -> None:
 
 
 def test_a_fixed_trial_tries_the_objective() -> None:
-    objective = perfguard_optuna.guarded(lambda trial: trial.suggest_float("x", 0, 1) ** 2, gpu="cpu", log=False)
-    assert objective(optuna.trial.FixedTrial({"x": 0.5})) == 0.25
+    def objective(trial: optuna.Trial) -> float:
+        return trial.suggest_float("x", 0, 1) * repair_of(trial).accumulation
+
+    assert perfguard_optuna.guarded(objective, gpu="cpu", log=False)(optuna.trial.FixedTrial({"x": 0.5})) == 0.5
 
 
 # --- Scripts as in optuna-examples ----------------------------------------------------------------------------------------------
