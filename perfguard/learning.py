@@ -172,8 +172,9 @@ def why_impossible(run: Observation, target: Target) -> str | None:
     if target == "time" and measurement.status != "ok":
         return None
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
-    if read is None:
-        return None
+    if read is None:  # the log has what is no number in the note
+        words = (part for part in measurement.note.split("; ") if part.startswith("step_time_s was "))
+        return next(words, None) if target == "time" else None
     value = run.measured(target)
     if value is None:
         return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"

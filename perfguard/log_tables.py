@@ -174,8 +174,11 @@ def decision_row(verdict: Verdict, params: Mapping[str, Any], **values: Any) -> 
 
 
 def measurement_row(measurement: Measurement, **values: Any) -> Row:
-    """Return the row of a measurement."""
-    return Row("measurements", {name: _plain(value) for name, value in (values | asdict(measurement)).items()})
+    """Return the row of a measurement. What is no number goes into the note, in words."""
+    values |= asdict(measurement)
+    strange = [f"{name} was {value}" for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    values["note"] = "; ".join(filter(None, [measurement.note, *strange]))
+    return Row("measurements", {name: _plain(value) for name, value in values.items()})
 
 
 WHOLE_TRIAL = 0.5

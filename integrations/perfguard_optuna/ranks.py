@@ -7,7 +7,7 @@ so no rank waits for ever for one that has failed. Each trial has keys of its ow
     verdict        what rank 0 decided: the columns of the verdict, or the error that ends the trial on all ranks
     repair         what `repair_of` returns on all ranks
     ended/RANK     how the trial ended there, how many collectives it took part in, and what it cost
-    apart          after an error of memory: why the ranks do not end the trial together. Empty: they do
+    apart          after an error of memory: why the ranks do not end the trial together, or "", and whether it runs again
 
 After an error of memory, ranks go on together only if no collective waits for one that will not come: each has ended the trial,
 and has begun as many collectives as the others. The first rank that knows decides, and the others read what it has decided.
@@ -188,9 +188,9 @@ class Ranks:
             why = f"{_named(missing)} had not ended it {LONGEST_WAIT_S:g} s later, as one that waits in a collective"
         elif len(begun) > len({group for group, _ in begun}):
             why = "the ranks have begun different numbers of collectives"
-        why = json.loads(self._store.compare_set("apart", "", json.dumps(why)))
+        repeat = not why and self._num_tries == 1 and all(one["status"] != "ok" for one in ended.values())
+        why, self.repeat = json.loads(self._store.compare_set("apart", "", json.dumps((why, repeat))))
         self.end_together = not why
-        self.repeat = not why and self._num_tries == 1 and all(one["status"] != "ok" for one in ended.values())
         if why and ran_out:
             warn_user(
                 f"{_named(ran_out).capitalize()} ran out of memory in a trial, and {why}. So the ranks cannot end the trial "

@@ -164,14 +164,14 @@ class GuardedObjective:
             self._build.close()
             self._build = self.guard.build = None
 
-    def __call__(self, trial: optuna.Trial | FixedTrial | None) -> float | Sequence[float]:
-        """Run one trial. None: that of rank 0. A FixedTrial, which belongs to no study, runs as it is.
+    def __call__(self, trial: optuna.Trial | FixedTrial | FrozenTrial | None) -> float | Sequence[float]:
+        """Run one trial. None: that of rank 0. A FixedTrial or a FrozenTrial, which belongs to no study, runs as it is.
 
         Raises:
             optuna.TrialPruned: if it does not fit, ran out of memory, or has reached the hard time limit.
             ConfigurationError: if several ranks run it with a setting that is for one process.
         """
-        if isinstance(trial, FixedTrial):  # it belongs to no study: the objective is tried
+        if isinstance(trial, FixedTrial | FrozenTrial):  # it belongs to no study: the objective is tried, or shown again
             return self._objective(trial)  # type: ignore[arg-type]
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
         ends_alone = self.guard.hard_time_limit_s is not None or (ranks is None and self.guard.on_oom == "repair")
@@ -419,7 +419,7 @@ def repair_of(trial: optuna.Trial) -> Repair:
 
 
 def _own_repair(trial: optuna.Trial) -> Repair:
-    if isinstance(trial, FixedTrial):
+    if isinstance(trial, FixedTrial | FrozenTrial):
         return AS_PROPOSED
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
     return guard.known(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED

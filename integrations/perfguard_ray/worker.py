@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 Topic = Literal["wanted", "seen", "verdict", "difference"]
 
 
-def send(trial_id: str, topic: Topic, content: Any) -> None:
-    """Leave ``content`` for the other side, in the store through which Tune sends trainables. It is lost if Ray fails."""
+def send(trial_id: str, topic: Topic, content: Any) -> bool:
+    """Leave ``content`` for the other side, in the store through which Tune sends trainables. False: Ray fails, so it is lost."""
     with suppress(Exception):
         internal_kv._internal_kv_put(_key(trial_id, topic), cloudpickle.dumps(content))
+        return True
+    return False
 
 
 def receive(trial_id: str, topic: Topic) -> Any:
@@ -76,12 +78,14 @@ class Watch:
             self._real_step = RealStep(found, device.kind)
             return nullcontext()
 
+        before_s = run.elapsed_s  # a class was set up before this block
+
         def judge(seen: CapturedTrial | Exception, *, most_seconds: float = 600.0) -> None:
             ends_at = time.monotonic() + most_seconds  # the driver may be in the dry run of another trial
-            set_up_s = first_forward.set_up_s and run.elapsed_s - first_forward.waited_s  # that of a class was before this block
             with run.left_out(after_s=first_forward.waited_s):
-                send(self._trial_id, "seen", (seen, set_up_s))
-                while (reason := receive(self._trial_id, "verdict")) is None and time.monotonic() < ends_at:
+                is_sent = send(self._trial_id, "seen", (seen, before_s + first_forward.set_up_s))
+                reason = None
+                while is_sent and (reason := receive(self._trial_id, "verdict")) is None and time.monotonic() < ends_at:
                     time.sleep(0.05)
             if reason:
                 raise TrialRejected(reason)

@@ -222,7 +222,9 @@ class HostTensors(TorchDispatchMode):
 
 @functools.cache
 def _is_composite(func: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    """Whether every device runs an operator as a series of others. `silu_backward`, for instance, has kernels of its own too."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(func.name(), "CompositeImplicitAutograd") and not any(has(func.name(), key) for key in ("CPU", "CUDA"))
 
 
 _READING_LENGTHS = (aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
+from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,11 +67,14 @@ def assert_judged(trials: Sequence[FrozenTrial]) -> None:
         assert verdict.predicted["memory"].median > 0
 
 
-def test_a_fixed_trial_tries_the_objective() -> None:
+def test_a_trial_without_a_study_runs_the_objective_as_it_is() -> None:
     def objective(trial: optuna.Trial) -> float:
         return trial.suggest_float("x", 0, 1) * repair_of(trial).accumulation
 
-    assert perfguard_optuna.guarded(objective, gpu="cpu", log=False)(optuna.trial.FixedTrial({"x": 0.5})) == 0.5
+    guarded, study = perfguard_optuna.guarded(objective, gpu="cpu", log=False), study_of()
+    assert guarded(optuna.trial.FixedTrial({"x": 0.5})) == 0.5
+    study.add_trial(optuna.create_trial(params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)}, value=0.5))
+    assert guarded(study.best_trial) == 0.5
 
 
 # --- Scripts as in optuna-examples ----------------------------------------------------------------------------------------------

@@ -245,5 +245,5 @@ def test_run_that_was_cut_off_is_no_violation_and_no_measurement(store: Measurem
     (trial,) = store.records()
     assert (trial.status, trial.is_measured, trial.error("memory")) == (status, False, None)
     assert "time" not in trial.measured
-    assert trial.note == "a note"
+    assert trial.note == "a note; total_time_s was nan"
     assert summarize([trial]).num_violations is None

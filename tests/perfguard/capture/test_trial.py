@@ -440,6 +440,15 @@ def torchmetrics_on_the_device() -> None:
     float(accuracy.compute())
 
 
+def test_an_operator_that_the_device_has_a_kernel_for_is_not_taken_apart() -> None:
+    def objective() -> None:
+        model = nn.Sequential(nn.Linear(20, 8), nn.SiLU(), nn.Linear(8, 3)).cuda()
+        fit(model, rows(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+    names = [op.name for op in capture(objective, A100).graph.ops]
+    assert (names.count("silu"), names.count("silu_backward"), names.count("sigmoid")) == (1, 1, 0)
+
+
 def test_evaluation_in_inference_mode_is_the_same_as_without_gradients() -> None:
     def objective(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
         model = convolutional().cuda()
