@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
+from perfguard.measure import NOT_A_NUMBER
 from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
@@ -173,8 +174,8 @@ def why_impossible(run: Observation, target: Target) -> str | None:
         return None
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
     if read is None:  # the log has what is no number in the note
-        words = (part for part in measurement.note.split("; ") if part.startswith("step_time_s was "))
-        return next(words, None) if target == "time" else None
+        strange = (NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf"))
+        return next((words for words in strange if target == "time" and words in measurement.note), None)
     value = run.measured(target)
     if value is None:
         return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"

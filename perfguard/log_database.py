@@ -199,12 +199,7 @@ class Database:
 
 def _as_line(row: Row) -> str:
     document = {"table": row.table, "row": row.values}
-    return json.dumps(document, default=_as_text) + "\n"
-
-
-def _as_text(graph: Any) -> str:
-    """Its bytes, which an attempt to insert it may have made already."""
-    return base64.b64encode(graph if isinstance(graph, bytes) else graph.to_bytes()).decode()
+    return json.dumps(document, default=lambda graph: base64.b64encode(graph.to_bytes()).decode()) + "\n"
 
 
 def _row_in(line: bytes) -> Row:
@@ -229,8 +224,8 @@ def _put(connection: sql.Connection, rows: Sequence[Row]) -> None:
             known = sql.select(GraphRow.content_hash).where(GraphRow.content_hash == values["content_hash"])
             if connection.execute(known).first() is not None:
                 continue  # so its bytes are not made
-            if not isinstance(values["data"], bytes):
-                values["data"] = values["data"].to_bytes()
+            if not isinstance(values["data"], bytes):  # the row itself keeps its graph: it may be refused, and has to wait
+                values = values | {"data": values["data"].to_bytes()}  # noqa: PLW2901
         connection.execute(_insert_into(name, connection.dialect.name), values)
 
 

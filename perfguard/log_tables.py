@@ -26,7 +26,7 @@ from sqlalchemy import BigInteger, Double, Index, LargeBinary, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
-from perfguard.measure import Measurement
+from perfguard.measure import NOT_A_NUMBER, Measurement
 from perfguard.predictor import Observation, Target
 from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, verdict_from
 
@@ -176,8 +176,9 @@ def decision_row(verdict: Verdict, params: Mapping[str, Any], **values: Any) -> 
 def measurement_row(measurement: Measurement, **values: Any) -> Row:
     """Return the row of a measurement. What is no number goes into the note, in words."""
     values |= asdict(measurement)
-    strange = [f"{name} was {value}" for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-    values["note"] = "; ".join(filter(None, [measurement.note, *strange]))
+    strange = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    notes = [measurement.note, *(NOT_A_NUMBER.format(name, value) for name, value in strange.items())]
+    values["note"] = "; ".join(filter(None, notes))
     return Row("measurements", {name: _plain(value) for name, value in values.items()})
 
 

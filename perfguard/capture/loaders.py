@@ -53,16 +53,13 @@ class Allowance:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._from_s = time.process_time(), time.monotonic()
+        self._work_ends_at = time.process_time() + seconds
+        self._wait_ends_at = time.monotonic() + 3 * seconds
 
     @property
     def is_spent(self) -> bool:
         """Whether it has run out."""
-        worked_s, waited_s = (
-            now - begun for now, begun in zip((time.process_time(), time.monotonic()), self._from_s, strict=True)
-        )
-        return worked_s > self._seconds or waited_s > 3 * self._seconds
+        return time.process_time() > self._work_ends_at or time.monotonic() > self._wait_ends_at
 
 
 class Loaders:

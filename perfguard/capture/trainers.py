@@ -28,24 +28,26 @@ def follow_trainers(replace: Replace, loaders: Loaders) -> None:
     if flow is not None and not hasattr(flow.on_epoch_end, "__wrapped__"):
         replace(flow, "on_epoch_end", _evaluating_once)
         replace(callbacks.CallbackHandler, "on_train_begin", lambda own: _saying_steps(own, loaders))  # type: ignore[union-attr]
-    for loop in _loops_of_lightning():
+    for loop in _of_lightning("pytorch.loops.fit_loop", "_FitLoop"):
         if not hasattr(loop.on_advance_end, "__wrapped__"):
             replace(loop, "on_advance_start", lambda own: _saying_steps_of_lightning(own, loaders))
             replace(loop, "on_advance_end", _validating)
-            replace(sys.modules[loop.__module__.replace("loops.fit_loop", "callbacks.lr_finder")], "_lr_find", _finding_no_rate)
-            finder = sys.modules[loop.__module__.replace("loops.fit_loop", "callbacks.batch_size_finder")]
-            replace(finder, "_scale_batch_size", lambda _: lambda *_, **__: None)  # the model keeps its own
-    for package in ("lightning.fabric", "lightning_fabric"):
-        files = getattr(sys.modules.get(f"{package}.plugins.io.torch_io"), "TorchCheckpointIO", None)
-        if files is not None and not hasattr(files.load_checkpoint, "__wrapped__"):
+    for name, make in (("_lr_find", _finding_no_rate), ("_scale_batch_size", _keeping_the_batch_size)):
+        for finder in (*_of_lightning("pytorch.callbacks.lr_finder"), *_of_lightning("pytorch.callbacks.batch_size_finder")):
+            if not hasattr(getattr(finder, name, None), "__wrapped__"):
+                replace(finder, name, make)
+    for files in _of_lightning("fabric.plugins.io.torch_io", "TorchCheckpointIO"):
+        if not hasattr(files.load_checkpoint, "__wrapped__"):
             replace(files, "save_checkpoint", lambda _: lambda _self, checkpoint, path, **_: torch.save(checkpoint, path))
             replace(files, "load_checkpoint", _loading_what_was_saved)
 
 
-def _loops_of_lightning() -> list[Any]:
-    """The class that runs the epochs, of each package that is imported."""
-    modules = (sys.modules.get(f"{package}.loops.fit_loop") for package in ("lightning.pytorch", "pytorch_lightning"))
-    return [loop for module in modules if (loop := getattr(module, "_FitLoop", None)) is not None]
+def _of_lightning(module: str, name: str = "") -> list[Any]:
+    """A module, or what has that ``name`` in it, of each package that is imported: there are two of each part."""
+    part, _, path = module.partition(".")
+    alone = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}[part]
+    found = (sys.modules.get(f"{package}.{path}") for package in (f"lightning.{part}", alone))
+    return [getattr(each, name) if name else each for each in found if hasattr(each, name or "__name__")]
 
 
 def join_trainers(loaders: Loaders) -> None:
@@ -55,7 +57,7 @@ def join_trainers(loaders: Loaders) -> None:
         if trainer.is_in_train:
             _state_steps(trainer.callback_handler, trainer.state, loaders)
             trainer._tr_loss = trainer._tr_loss.to(META)  # it was made on the device
-    for loop in objects_of(tuple(_loops_of_lightning())):
+    for loop in objects_of(tuple(_of_lightning("pytorch.loops.fit_loop", "_FitLoop"))):
         if loop.trainer.training:
             _state_steps_of_lightning(loop.trainer, loaders)
 
@@ -107,6 +109,7 @@ def _saying_steps_of_lightning(own: Any, loaders: Loaders) -> Any:
 def _finding_no_rate(own: Any) -> Any:
     """A rate changes no step, and the losses that would tell it are 0."""
 
+    @functools.wraps(own)
     def _lr_find(*_: Any, min_lr: float, max_lr: float, **__: Any) -> Any:
         rates = [min_lr * (max_lr / min_lr) ** (number / 19) for number in range(20)]
         found = sys.modules[own.__module__]._LRFinder("exponential", min_lr, max_lr, len(rates))
@@ -114,6 +117,15 @@ def _finding_no_rate(own: Any) -> Any:
         return found
 
     return _lr_find
+
+
+def _keeping_the_batch_size(own: Any) -> Any:
+    """Which batches fit is found out on the device. The model keeps its own."""
+
+    @functools.wraps(own)
+    def _scale_batch_size(*_: Any, **__: Any) -> None: ...
+
+    return _scale_batch_size
 
 
 def _loading_what_was_saved(own: Any) -> Any:

@@ -348,7 +348,8 @@ class Watch:
             return
         if len(self.marks) >= 3:
             self._allowance = self._allowance or Allowance(self._most_seconds)
-        if len(self.marks) >= 3 + self._makes_buckets_anew and not self.loaders.feed_steps and not self.loaders.may_spare:
+        is_fed = self.loaders.feed_steps or self.loaders.may_spare
+        if not is_fed and len(self.marks) >= 3 + self._makes_buckets_anew:  # which looks through all models
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if self._allowance is not None and self._allowance.is_spent:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perfguard.budget import Budget
 from perfguard.cli.predict import alias_notes, estimate_as_json
-from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, is_script, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.verdict import DEFAULT_RISK, check_risk
@@ -67,7 +67,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         verdict, known = _judged(arguments, device, budget, risk)
         result, reason = result_of(verdict, risk)
-        if result == "fits" and known.get("steps") is None and (budget.trial_time_s is not None or budget.cost is not None):
+        if result == "fits" and known.get("steps") is None and _limit_of_trial(budget) is not None:
             result, reason = "cannot tell", f"{reason}. {known['notes'][-1]}"
         document = {"gpu": device.id} | known | _numbers_of(verdict)
         document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
@@ -121,19 +121,24 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     from perfguard.physics import LeastMemory
 
     guard, limits = guard_within(budget, device, risk), functools.partial(budget.limits, device=device)
-    if arguments.max_host_memory is not None and not arguments.source.endswith(".py"):
+    if arguments.max_host_memory is not None and not is_script(arguments):
         raise ConfigurationError("--max-host-memory is for a script, such as train.py: only a dry run shows what the host holds.")
     try:
         work = subject_of(arguments)(device)
     except TooLargeError as error:  # a workload that is too large to be built is a verdict, too
         least = LeastMemory.behind(error, device)
         return guard.judge(least, limits, threshold=risk), {}
-    limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
-    if limit is not None and work.steps is None and not arguments.source.endswith(".py"):
+    limit = _limit_of_trial(budget)
+    if limit is not None and work.steps is None and not is_script(arguments):
         raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
     limits = functools.partial(limits, host_memory=work.host_memory)
     verdict = guard.judge(work.graph, limits, threshold=risk, steps=work.steps, phases=work.phases)
     return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
+
+
+def _limit_of_trial(budget: Budget) -> str | None:
+    """The option that limits the whole trial, which needs its steps. None: none does."""
+    return "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
 
 
 def result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:

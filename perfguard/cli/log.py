@@ -308,12 +308,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the report and print its path."""
+    from perfguard.cli.subject import check_page
     from perfguard.log import default_location
     from perfguard.report import write_report
 
     source = arguments.source or default_location()
-    if Path(arguments.out).suffix != ".html":
-        raise ConfigurationError(f"--out is a page, so its name ends in .html, but got {arguments.out!r}.")
+    check_page("--out", arguments.out)
     if arguments.source is None and "://" not in source and not Path(source).exists():
         raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
     print(write_report(source, arguments.out, study=arguments.study))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard.budget import needed_on_host
-from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_page, check_subject, in_network, subject_of
 from perfguard.devices import Device, catalog, mig_instance, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
@@ -48,8 +48,8 @@ def predict(arguments: argparse.Namespace) -> None:
     """Build, read or dry-run, predict and print."""
     check_subject(arguments)
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
-    if arguments.plot and Path(arguments.plot).suffix != ".html":
-        raise ConfigurationError(f"--plot writes a page, so its name ends in .html, but got {arguments.plot!r}.")
+    if arguments.plot:
+        check_page("--plot", arguments.plot)
     devices = [in_network(device, arguments) for device in _devices(arguments.gpu)]
     work_on, predictor = subject_of(arguments), load_predictor()
     if len(devices) > 1:

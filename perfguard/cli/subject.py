@@ -137,13 +137,14 @@ def is_onnx(arguments: argparse.Namespace) -> bool:
     return bool(arguments.source.lower().endswith(".onnx"))
 
 
-def _is_script(arguments: argparse.Namespace) -> bool:
+def is_script(arguments: argparse.Namespace) -> bool:
+    """Whether it is a training script, which is dry-run."""
     return bool(Path(arguments.source).suffix == ".py")
 
 
 def check_subject(arguments: argparse.Namespace) -> None:
     """Check the words of :func:`add_subject_arguments` together, without importing torch."""
-    if _is_script(arguments):
+    if is_script(arguments):
         path = arguments.source
         for name in ("batch_size", "set", "dim", "mode", "precision", "tf32"):
             if getattr(arguments, name):
@@ -171,6 +172,12 @@ def check_subject(arguments: argparse.Namespace) -> None:
             )
     if not Path(path).is_file():
         raise ConfigurationError(f"There is no file {path!r}.")
+
+
+def check_page(option: str, path: str) -> None:
+    """Refuse the name of a page that a browser would not take for one."""
+    if Path(path).suffix != ".html":
+        raise ConfigurationError(f"{option} writes a page, so its name ends in .html, but got {path!r}.")
 
 
 class Work(NamedTuple):
@@ -204,7 +211,7 @@ def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:
     """
     from perfguard.predictor import graph_of
 
-    if _is_script(arguments):
+    if is_script(arguments):
         return functools.partial(_work_of_script, arguments)
     if is_onnx(arguments):
         options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}

@@ -2,11 +2,12 @@
 
 from perfguard.measure.cpu import CpuProbe
 from perfguard.measure.gpu import GpuProbe
-from perfguard.measure.measurement import CUT_SHORT, Measurement, Probe, RanOn, Reading, Status
+from perfguard.measure.measurement import CUT_SHORT, NOT_A_NUMBER, Measurement, Probe, RanOn, Reading, Status
 from perfguard.measure.run import Run, StepTimer, status_of
 
 __all__ = [
     "CUT_SHORT",
+    "NOT_A_NUMBER",
     "CpuProbe",
     "GpuProbe",
     "Measurement",

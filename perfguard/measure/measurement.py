@@ -18,6 +18,8 @@ Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
 """How a run ended. "interrupted": something outside of it ended it (Ctrl-C, a driver that went away), so it says nothing about
 the trial: it is logged, never learnt, and counts neither as ok nor as a violation. A trial that a scheduler stops early is "ok":
 it cost what it cost."""
+NOT_A_NUMBER = "{} was {}"
+"""Note of a measurement with a NaN or infinite reading: the field's name, and the value."""
 CUT_SHORT = "cut short"
 """Note of a measurement of a trial that the tuner stopped: it would have made more steps."""
 

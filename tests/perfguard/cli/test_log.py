@@ -198,6 +198,11 @@ def test_what_cannot_be_done_is_said(
 # --- `perfguard learn` and `perfguard weights`
 
 
+def test_report_that_is_no_page_is_refused(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(log), "--out", "report.pdf"]) == 2
+    assert "--out writes a page, so its name ends in .html, but got 'report.pdf'" in capsys.readouterr().err
+
+
 def test_without_anything_new_it_says_so(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learn"]) == 0
     assert "Nothing to learn: too few runs are new" in capsys.readouterr().out
