@@ -195,11 +195,12 @@ def of_arithmetic(network: Network) -> Excess:
     large = replace(network, width=max(2048, 16 * network.width), batch=4096)
     for card in CARDS:
         if "tf32" in card.peak_flops:
-            names = ("no-tf32", "tf32", "amp-bf16")
-            in_fp32, in_tf32, in_half = (math.log(replace(large, precision=name).costs(card)[0]) for name in names)
+            names = ("no-tf32", "tf32", "bf16", "amp-bf16")
+            in_fp32, in_tf32, in_half, in_amp = (math.log(replace(large, precision=name).costs(card)[0]) for name in names)
             yield "products: TF32 is not slower than float32", in_tf32 - in_fp32
             yield "products: bfloat16 is not slower than float32", in_half - in_fp32
             yield "products: bfloat16 is not slower than TF32", in_half - in_tf32
+            yield "the same under autocast, which casts what the product reads (no law)", in_amp - in_tf32
 
 
 def drawn(number: int) -> Iterator[tuple[Network, Callable[[Network], Excess]]]:

@@ -21,21 +21,8 @@ import transformers
 from _record import parser_of, show
 
 from perfguard import TensorSpec, Workload, resolve_device, trace
+from perfguard_research.published import TRANSFORMERS
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "albert-base-v1": ("AlbertForMaskedLM", {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}),
-    "distilbert-base-uncased": ("DistilBertForMaskedLM", {}),
-    "microsoft/biogpt": ("BioGptForCausalLM", {}),
-    "gpt2-large": ("GPT2LMHeadModel", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
-    "EleutherAI/pythia-410m-deduped": (
-        "GPTNeoXForCausalLM",
-        {
-            "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
-            "vocab_size": 50304,
-        },
-    ),
-}  # fmt: skip
-"""Class and sizes of each hub id, from its config.json; the rest are the class's defaults."""
 GPUS = {"rtx2060": "rtx2060", "rtx3080ti-mobile-16gb": "rtx3080"}
 """The laptop's card has the same kernels as the desktop's."""
 
@@ -48,7 +35,7 @@ def sum_of_logits(output: Any) -> torch.Tensor:
 
 def traced_bytes(row: Any) -> int:
     """The most bytes that are alive in the step of a row."""
-    kind, sizes = MODELS[row.model]
+    kind, sizes = TRANSFORMERS[row.model]
     of_model = getattr(transformers, kind)
     config = of_model.config_class(**sizes, attn_implementation=row.attention)
     with torch.device("meta"):
@@ -69,7 +56,7 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     arguments = parser.parse_args()
     rows = pd.read_csv(arguments.table)
-    rows = rows[rows["model"].isin(MODELS) & rows["memory_bytes"].notna() & rows["gpu"].isin(GPUS)]
+    rows = rows[rows["model"].isin(TRANSFORMERS) & rows["memory_bytes"].notna() & rows["gpu"].isin(GPUS)]
     rows = rows[rows["mode"] == "forward_backward"]
     errors: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows.itertuples():

@@ -49,7 +49,7 @@ class Network:
     config: Config = field(default_factory=dict, hash=False)
     """Arguments of the model, or of its configuration."""
     input: Config = field(default_factory=dict, hash=False)
-    """Sizes of a sample: "image", "seq_len", "target_len", "latent", "text_len"."""
+    """Sizes of a sample: "image", "seq_len", "target_len", "latent", "text_len". "labels": False if the loss has none."""
     family: str = ""
     checkpointing: bool = False
     before_torch2: bool = False
@@ -193,7 +193,7 @@ def _of_huggingface(network: Network, n: int, train: bool) -> Batch:
             inputs["decoder_input_ids"] = TensorSpec((n, length), "int64")
     name = "CausalLM" if "/" in network.bare_name else network.bare_name  # an id of the hub is a language model
     labels = next((shapes(n, length) for words, shapes in _LABELS.items() if re.search(words, name)), None)
-    if not train or labels is None:
+    if not train or labels is None or network.input.get("labels") is False:
         return Batch(inputs, None, mean_of)
     return Batch(inputs | {key: TensorSpec(shape, "int64") for key, shape in labels.items()})
 

@@ -1,18 +1,20 @@
-"""Rows of a language model that many people measured, as a table of runs.
+"""Published measurements as a table of runs, each source by its own reader.
 
-    python -m perfguard_research.published cs336_more.csv.gz --out cs336.csv
-    perfguard evaluate cs336.csv
+    python -m perfguard_research.published cs336_more.csv.gz hfdocs.csv.gz lamikr.csv.gz pycls.csv.gz --out published.csv
+    perfguard evaluate published.csv
 
-The model is the plain decoder of Stanford's course CS336, whose sizes each row has. Rows whose card, precision, batch or mode is
-not known are left out, and those that contradict others of their author. The authors' optimizer is AdamW in a Python loop, as
-`tables` takes it for this model.
+A row whose network, card, precision or mode cannot be rebuilt is left out, and so is one that contradicts others of its author or
+repeats another source.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -20,51 +22,146 @@ from perfguard_research.tables import MIB
 
 _GPUS = {
     "rtx4090": "rtx4090", "rtx5090": "rtx5090", "a10": "a10", "l20": "l20", "a800-sxm-80gb": "a800-sxm-80gb",
-    "a100": "a100-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h100-sxm": "h100-sxm-80gb",
+    "a100": "a100-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb", "h100": "h100-sxm-80gb",
+    "h100-sxm": "h100-sxm-80gb", "titan_rtx": "titan-rtx", "v100-sxm-16gb": "v100-sxm-16gb", "rtx2060": "rtx2060",
+    "rtx3080ti-mobile-16gb": "rtx3080ti-laptop",
 }  # fmt: skip
 """Which card a name stands for. An A100 or H100 without more is taken for the SXM module that clouds rent."""
-_MODES = {"forward (grad on)": "infer", "forward_backward": "forward_backward", "train": "train"}
-_PRECISIONS = ("fp32", "amp-bf16", "amp-fp16")
-_SIZES = {"vocab": "vocab_size", "d_model": "d_model", "num_layers": "num_layers", "num_heads": "num_heads", "d_ff": "d_ff"}
-
-_MOST_APART = 1.5
-"""Times of one configuration by one author that are further apart than this factor are not of one configuration."""
-_DOUBTED_AUTHOR = "damek/cs336-assignment2-systems"
-"""Of this author, only eager float32 is kept. Its bfloat16 takes as long as its float32 (1.15 times faster in the middle of 20
-configurations above 100 ms, another author's 2.5 times), and some compiled models are four times as fast as eager ones, others
-just as fast."""
 
 
-def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows that can be built again and believed, with the columns of a table of runs."""
-    known = rows["gpu"].isin(_GPUS) & rows["mode"].isin(_MODES) & rows["precision"].isin(_PRECISIONS)
+def of_cs336(rows: pd.DataFrame) -> pd.DataFrame:
+    """The plain decoder of Stanford's course CS336, in many sizes, by many authors.
+
+    Their optimizer is AdamW in a Python loop, as `tables` takes it for this model.
+    """
+    modes = {"forward (grad on)": "infer", "forward_backward": "forward_backward", "train": "train"}
+    known = rows["mode"].isin(modes) & rows["precision"].isin(("fp32", "amp-bf16", "amp-fp16"))
     known &= pd.to_numeric(rows["batch"], errors="coerce").notna() & pd.to_numeric(rows["seq_or_image"], errors="coerce").notna()
     known &= ~rows["note"].fillna("").str.contains("may be the phase alone")
-    known &= (rows["source"] != _DOUBTED_AUTHOR) | ((rows["precision"] == "fp32") & ~rows["compiled"])
+    # Of this author only eager float32 is kept. The bfloat16 takes as long as the float32 (1.15 times faster in the middle of 20
+    # configurations above 100 ms, another author's 2.5 times), and some compiled models are four times as fast, others not.
+    is_doubted = rows["source"] == "damek/cs336-assignment2-systems"
+    known &= ~is_doubted | ((rows["precision"] == "fp32") & ~rows["compiled"])
     rows = rows[known]
     alike = ["source", "gpu", "mode", "precision", "optimizer", "batch", "seq_or_image", "compiled", "config"]
     of_each = rows.groupby(alike, dropna=False)["step_ms"]
-    rows = rows[~(of_each.transform("max") > _MOST_APART * of_each.transform("min"))]
+    rows = rows[~(of_each.transform("max") > 1.5 * of_each.transform("min"))]  # times further apart are not of one configuration
     length = rows["seq_or_image"].astype(int)
+    names = {"vocab": "vocab_size", "d_model": "d_model", "num_layers": "num_layers", "num_heads": "num_heads", "d_ff": "d_ff"}
     sizes = [
-        {new: json.loads(config)[old] for old, new in _SIZES.items()} | {"context_length": tokens, "rope_theta": 10000}
+        {new: json.loads(config)[old] for old, new in names.items()} | {"context_length": tokens, "rope_theta": 10000}
         for config, tokens in zip(rows["config"], length, strict=True)
     ]
+    return rows.assign(
+        model="cs336:BasicsTransformerLM",
+        config=[json.dumps(one) for one in sizes],
+        family="cs336-lm",
+        mode=rows["mode"].map(modes),
+        optimizer=["adamw" if mode == "train" else "none" for mode in rows["mode"]],
+        input=[json.dumps({"seq_len": tokens}) for tokens in length],
+    )
+
+
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "albert-base-v1": ("AlbertForMaskedLM", {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}),
+    "distilbert-base-uncased": ("DistilBertForMaskedLM", {}),
+    "microsoft/biogpt": ("BioGptForCausalLM", {}),
+    "gpt2-large": ("GPT2LMHeadModel", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "EleutherAI/pythia-410m-deduped": (
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+            "vocab_size": 50304,
+        },
+    ),
+    "google/vit-base-patch16-224": ("ViTForImageClassification", {}),
+    "facebook/deit-base-distilled-patch16-224": ("DeiTForImageClassification", {}),
+    "facebook/vit-msn-base": ("ViTMSNForImageClassification", {}),
+}  # fmt: skip
+"""Class and sizes of each hub id, from its config.json; the rest are the class's defaults."""
+
+
+def of_hfdocs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Transformers' model pages: a training step of language models without optimizer, and inference of vision transformers.
+
+    The loss is the sum of the logits. The latency of inference with tokens has an unclear unit.
+    """
+    is_text = pd.to_numeric(rows["seq_or_image"], errors="coerce").notna()
+    rows = rows[rows["model"].isin(TRANSFORMERS) & ((rows["mode"] == "forward_backward") == is_text)]
+    classes, sizes = zip(*rows["model"].map(TRANSFORMERS), strict=True)
+    return rows.assign(
+        model=[f"hf:{name}" for name in classes],
+        config=[
+            json.dumps(own | {"attn_implementation": attention}) for own, attention in zip(sizes, rows["attention"], strict=True)
+        ],
+        family=rows["model"].str.rpartition("/")[2].str.partition("-")[0],
+        precision=rows["precision"].replace("fp32", "tf32-conv"),
+        optimizer="none",
+        input=[
+            json.dumps({"image": 224} if pd.isna(size) else {"seq_len": int(size), "labels": False})
+            for size in rows["seq_or_image"]
+        ],
+        framework="torch" + rows["torch_version"].astype(str),
+    )
+
+
+def of_lamikr(rows: pd.DataFrame) -> pd.DataFrame:
+    """torchvision's networks on a TITAN RTX, the images copied inside the clock. Its other NVIDIA cards repeat `runs.csv`."""
+    rows = rows[rows["gpu"] == "titan_rtx"]
+    return rows.assign(
+        config="{}",
+        family=rows["model"].str.extract(r":([a-z]+)", expand=False),
+        batch=12,
+        precision=rows["precision"].str.partition(" ")[0],  # the card has no TF32
+        optimizer="none",
+        cudnn_benchmark=True,
+        input='{"image": 224}',
+        includes="h2d",
+        framework="torch1.4",  # as ryujaehun's, of which it is a fork
+    )
+
+
+def of_pycls(rows: pd.DataFrame) -> pd.DataFrame:
+    """Networks of pycls in inference, on each of eight V100 at once. timm has all but one, under other names."""
+    rows = rows[(rows["mode"] == "infer") & (rows["model"] != "ResNeXt-152")]
+    return rows.assign(
+        model=rows["model"].map(_timm_name),
+        config="{}",
+        family=rows["model"].str.partition("-")[0].str.lower(),
+        cudnn_benchmark=True,
+        input=[json.dumps({"image": size}) for size in rows["seq_or_image"]],
+        framework="torch1.6",
+    )
+
+
+def _timm_name(name: str) -> str:
+    """ "RegNetX-1.6GF" → "timm:regnetx_016", which counts in 100 MFLOP."""
+    kind, _, size = name.lower().partition("-")
+    if flops := re.fullmatch(r"([\d.]+)(mf|gf)", size):
+        size = f"{round(float(flops[1]) * {'mf': 1, 'gf': 1000}[flops[2]] / 100):03d}"
+    names = {"efficientnet": f"efficientnet_{size}", "resnet": f"resnet{size}", "resnext": f"resnext{size}_32x4d"}
+    return f"timm:{names.get(kind, f'{kind}_{size}')}"
+
+
+READERS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
+    "cs336_more": of_cs336, "hfdocs": of_hfdocs, "lamikr": of_lamikr, "pycls": of_pycls,
+}  # fmt: skip
+"""By the stem of the table's file."""
+
+
+def runs_of(rows: pd.DataFrame, reader: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+    """The rows on one known card that ``reader`` can build again and believes, with the columns of a table of runs."""
+    rows = rows[rows["gpu"].isin(_GPUS) & (rows["gpus"].fillna(1) == 1)]
+    rows = reader(rows)
+    empty = pd.Series("", index=rows.index)
     return pd.DataFrame(
         {
-            "source": rows["source"],
-            "model": "cs336:BasicsTransformerLM",
-            "config": [json.dumps(one) for one in sizes],
-            "family": "cs336-lm",
-            "mode": rows["mode"].map(_MODES),
+            **{name: rows[name] for name in ("source", "model", "config", "family", "mode", "precision", "optimizer", "input")},
+            **{name: rows.get(name, empty) for name in ("compiled", "cudnn_benchmark", "includes", "framework")},
             "gpu": rows["gpu"].map(_GPUS),
             "num_gpus": 1,
             "parallel": "none",
-            "precision": rows["precision"],
-            "compiled": rows["compiled"],
-            "optimizer": ["adamw" if mode == "train" else "none" for mode in rows["mode"]],
             "batch_size": rows["batch"].astype(int),
-            "input": [json.dumps({"seq_len": tokens}) for tokens in length],
             "step_time_ms": rows["step_ms"],
             "peak_memory_mib": rows["memory_bytes"] / MIB,
             "memory_kind": ["allocated" if kind == "allocated" else "unknown" for kind in rows["memory_kind"]],
@@ -76,13 +173,18 @@ def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
 def main() -> None:
     """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+", help=f"named as the sources: {', '.join(READERS)}")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = pd.read_csv(arguments.table)
-    runs = runs_of(rows)
-    runs.to_csv(arguments.out, index=False)
-    print(f"{len(runs)} of {len(rows)} rows")
+    found = []
+    for path in arguments.tables:
+        name = path.name.partition(".")[0]
+        if name not in READERS:
+            parser.error(f"no reader for {path}: known are {', '.join(READERS)}")
+        rows = pd.read_csv(path)
+        found.append(runs_of(rows, READERS[name]))
+        print(f"{name}: {len(found[-1])} of {len(rows)} rows")
+    pd.concat(found).to_csv(arguments.out, index=False)
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ PRODUCTS = st.builds(
 @given(PRODUCTS, st.sampled_from([card for card in CARDS if "tf32" in card.peak_flops]))
 def test_lower_precision_is_not_slower_for_products(network: Network, card: Device) -> None:
     """BROKEN law: float32 ≥ TF32 ≥ half. TF32 takes longer on some cards that at most double their rate by it."""
-    in_fp32, in_tf32, in_half = (replace(network, precision=name).costs(card)[0] for name in ("no-tf32", "tf32", "amp-bf16"))
+    in_fp32, in_tf32, in_half = (replace(network, precision=name).costs(card)[0] for name in ("no-tf32", "tf32", "bf16"))
     gain = card.flops_per_s("tf32") / card.flops_per_s("fp32")
     assert in_tf32 <= in_fp32 * (1.1 if 1 < gain <= 2 else 1 + ROUNDING)
     assert in_half <= in_fp32 * (1 + ROUNDING)
-    assert in_half <= in_tf32 * (1.3 if network.width == 2048 else 1 + ROUNDING)
+    assert in_half <= in_tf32 * (1 + ROUNDING)
