@@ -110,7 +110,7 @@ def _lists_fit(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
 def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    if not training or not _is_dense(x) or weight is None:
+    if not _is_dense(x) or weight is None:
         return NotImplemented
     dtype = _statistics_dtype(x)
     return empty_twin(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)

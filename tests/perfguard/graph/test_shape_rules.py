@@ -61,7 +61,8 @@ def layer_cases(x: torch.Tensor, statistics: torch.dtype, dims: list[int], keepd
     """Norms, products and sums of ``x``, of four dimensions."""
     channels, last = meta(x.shape[1:2], statistics), x.shape[-1:]
     saved, weight = meta(x.shape[1:2], torch.float32), meta(last, x.dtype)
-    yield aten.native_batch_norm.default, (x, channels, channels, channels, channels, True, 0.1, 1e-5), {}
+    for train in (True, False):
+        yield aten.native_batch_norm.default, (x, channels, channels, channels, channels, train, 0.1, 1e-5), {}
     batch_norm = (x, x, channels, channels, channels, saved, saved, True, 1e-5, ALL)
     yield aten.native_batch_norm_backward.default, batch_norm, {}
     yield aten.native_layer_norm.default, (x, last, weight, weight, 1e-5), {}
