@@ -43,6 +43,8 @@ class _Pass:
     evaluates: bool = False
     """Whether a model has read its batches without gradients."""
     has_ended: bool = False
+    is_for: bool = False
+    """Whether a `for` asks for its batches, so that its end ends the loop, be it beside others in a `zip`."""
     loop: CutLoop = field(default_factory=CutLoop)
 
 
@@ -85,6 +87,8 @@ class Loaders:
         """Loaders that have given a batch since the last step, and have not ended."""
         self._trainer: Any = None
         """The loader that feeds the steps."""
+        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders that have given a batch in each step, as that one has."""
         self._used: list[int] = []
         """Batches that each step has used."""
         self._num_steps = 0
@@ -108,11 +112,13 @@ class Loaders:
         self.first_ended_at: int | None = None
         """Number of operators where the second epoch begins. None: there is none."""
         self.longest = ""
-        """Name of the longest batch, of which a step is made after the third. Empty: all are alike, as far as one can see."""
+        """Name of the longest batches, of which steps are made after the third. Empty: all are alike, as far as one can see."""
         self.loops: list[CutLoop] = []
         """Evaluations that were cut short, and the first epoch."""
+        self._num_longest = 0
+        """Steps that are made so."""
         self._longest_batches: list[Any] | None = None
-        """Batches of that step that are still to be given. None: it was not looked for yet."""
+        """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
     @property
     def may_spare(self) -> bool:
@@ -170,6 +176,7 @@ class Loaders:
         latest = self._passes.setdefault(loader, _Pass())
         if event == "asked":
             latest.loop.begins_at.append(self._num_operators())
+            latest.is_for = latest.is_for if latest.num_batches else _is_asked_by_for()
         if event == "gave":
             latest.num_batches += 1
             if loader not in self._giving:
@@ -195,8 +202,9 @@ class Loaders:
 
     def _longest_batch(self, loader: Any) -> Any:
         if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
-            self.longest, batch = longest_batch(loader)
-            self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
+            self.longest, batches = longest_batches(loader)
+            self._num_longest = len(batches)
+            self._longest_batches = [batch for batch in batches for _ in range(self._batches_per_step)]
         return self._longest_batches.pop() if self._longest_batches else None
 
     def _shows_nothing_new(self, latest: _Pass) -> bool:
@@ -233,16 +241,24 @@ class Loaders:
             self._stated_steps.append((trainer, math.inf if number is None else number))
 
     def end_step(self, num_steps: int) -> None:
-        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop."""
+        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop.
+
+        Where that one has ended and the steps go on with another that was beside it, the loop is the other's: `zip(cycle(a), b)`.
+        """
         self._num_steps = num_steps
-        likely = sorted(self._giving, key=lambda loader: (not self._passes[loader].feeds, self._passes[loader].evaluates))
-        loader = likely[0] if likely else self._trainer
+        passes, trainer = self._passes, self._trainer
+        likely = sorted(self._giving, key=lambda each: (each is not trainer, not passes[each].feeds, passes[each].evaluates))
+        if likely and likely[0] in self._beside and passes[trainer].has_ended:
+            self._trainer, passes[likely[0]].feeds = likely[0], True
+        loader = likely[0] if likely else trainer
         self._giving.clear()
         self._num_unfed = 0 if likely else self._num_unfed + 1
         self._trainer = loader if self._trainer is None else self._trainer
-        latest = _Pass() if loader is None else self._passes[loader]
+        self._beside = weakref.WeakSet(likely[1:]) if len(self._used) == 0 else self._beside & weakref.WeakSet(likely[1:])
+        latest = _Pass() if loader is None else passes[loader]
         self._used.append(latest.num_batches - latest.num_used)
-        latest.num_used = latest.num_batches
+        for each in (*likely, *([] if loader is None else [loader])):
+            passes[each].num_used = passes[each].num_batches
         # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
         self._counts_steps |= loader is not None and self._num_unfed > 5 and 0 not in self._used[:3]
         self._feeding = latest
@@ -258,8 +274,8 @@ class Loaders:
 
     def _end_first_epoch(self, num_steps: int) -> None:
         most = self._steps_of_whole()
-        is_longer = bool(self.longest) and (most is None or num_steps > most)  # a trainer that counts makes no step more
-        self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer)
+        is_longer = most is None or num_steps > most  # a trainer that counts makes no step more
+        self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer * self._num_longest)
 
     @property
     def _batches_per_step(self) -> int:
@@ -302,8 +318,10 @@ class Loaders:
         return self._steps_of_whole()
 
     def _steps_of_whole(self) -> int | None:
-        """Steps that all batches of the loader make. None: it streams."""
+        """Steps that all batches of the loader make. None: it streams, or another in a `zip` with it may end before."""
         try:
+            if any(len(other) < len(self._trainer) for other in self._beside if self._passes[other].is_for):
+                return None
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):
             return None
@@ -329,24 +347,27 @@ def samples_in_batch(loader: Any) -> int | None:
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
-def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, Any]:
-    """Return the longest batch that ``loader`` can make, with its name. ("", None): all samples are alike, or cannot be seen.
+def longest_batches(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, list[Any]]:
+    """Return the longest batches that ``loader`` can make, with their name. ("", []): all samples are alike, or cannot be seen.
 
     The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set. If it does not pad, their
     lengths add up, and the largest hardly ever meet. Then it gets the largest of as many random batches as three epochs have.
+    Where a sampler makes batches of different numbers of samples, these are looked through.
     """
     data, size = loader.dataset, samples_in_batch(loader)
-    if size is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        return "", None
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return "", []
     ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
     sizes: dict[int, int] = {}
     with _disable_current_modes():
+        if size is None:
+            return _longest_of_sampler(loader, most_samples, ends_at)
         for index in range(0, len(data), max(1, len(data) // number)):
             sizes[index] = _size_of(data[index])
             if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
                 break
         if len(set(sizes.values())) < 2:
-            return "", None
+            return "", []
         largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
         chosen = [*itertools.islice(itertools.cycle(largest), size)]
         mixed, equal = (_size_of(loader.collate_fn([data[largest[0]], data[other]])) for other in (largest[-1], largest[0]))
@@ -354,7 +375,26 @@ def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float 
             draw, number = random.Random(0), min(10_000, 3 * max(1, len(data) // size))
             drawn = (draw.choices(largest, k=size) for _ in range(number))
             chosen = max(drawn, key=lambda batch: sum(sizes[index] for index in batch))
-        return f"the longest batch of {len(sizes)} samples", loader.collate_fn([data[index] for index in chosen])
+        return f"the longest batch of {len(sizes)} samples", [loader.collate_fn([data[index] for index in chosen])]
+
+
+def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, list[Any]]:
+    """:func:`longest_batches` among ``most`` batches of the loader's own sampler, evenly spread over an epoch.
+
+    One has the most numbers when padded. One has the most numbers times the length, as attention that is written out.
+    """
+    data, batches = loader.dataset, [*itertools.islice(loader.batch_sampler or (), 10_000)]
+    found: list[tuple[int, int, Any]] = []
+    for indices in batches[:: max(1, len(batches) // most)]:
+        longest = max(_size_of(data[index]) for index in indices)
+        found.append((len(indices) * longest, longest, indices))
+        if time.monotonic() > ends_at:
+            break
+    if len({(numbers, longest) for numbers, longest, _ in found}) < 2:
+        return "", []
+    largest = [max(found, key=lambda each: each[0])[-1], max(found, key=lambda each: each[0] * each[1])[-1]]
+    chosen = largest[:1] if largest[0] is largest[1] else largest
+    return f"the longest of {len(found)} batches", [loader.collate_fn([data[index] for index in indices]) for indices in chosen]
 
 
 def _size_of(sample: Any) -> int:
@@ -369,8 +409,13 @@ def _size_of(sample: Any) -> int:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether one loader is the other, made anew for another epoch."""
-    return type(one.dataset) is type(other.dataset) and one.batch_size == other.batch_size
+    """Whether one loader is the other, made anew for another epoch or fold."""
+    if type(one.dataset) is not type(other.dataset) or one.batch_size != other.batch_size:
+        return False
+    with suppress(TypeError, NotImplementedError):  # it streams
+        fewer, more = sorted((len(one.dataset), len(other.dataset)))
+        return more <= 1.5 * fewer
+    return True
 
 
 def _asking_frame() -> Any:
@@ -379,6 +424,12 @@ def _asking_frame() -> Any:
     while frame is not None and Path(frame.f_code.co_filename) in _FILES:
         frame = frame.f_back
     return frame
+
+
+def _is_asked_by_for() -> bool:
+    """Whether the head of a loop asks for a batch, and no call of `next`."""
+    frame = _asking_frame()
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "FOR_ITER"
 
 
 def _fails_at_end() -> bool:

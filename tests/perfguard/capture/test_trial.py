@@ -9,7 +9,7 @@ import gc
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -699,6 +699,35 @@ def second_loader_is_longer() -> None:
             optimizer.step()
 
 
+def train_on_both(pairs: Callable[[Any, Any], Iterable[Any]], labelled: Any, others: Any) -> None:
+    model = nn.Linear(20, 3).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for (x, y), (more, _) in pairs(labelled, others):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x.cuda()), y.cuda()) + model(more.cuda()).square().mean()).backward()
+            optimizer.step()
+
+
+def begun_again(labelled: Any, others: Any) -> Iterator[Any]:
+    iterator = iter(labelled)
+    for other in others:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            iterator = iter(labelled)
+            batch = next(iterator)
+        yield batch, other
+
+
+COUNTED |= {
+    "few_are_repeated": (lambda: train_on_both(lambda a, b: zip(itertools.cycle(a), b), rows(), rows(960)), (30, 90)),
+    "repeated_beside_many": (lambda: train_on_both(lambda a, b: zip(a, itertools.cycle(b)), rows(960), rows()), (30, 90)),
+    "few_are_begun_again": (lambda: train_on_both(begun_again, rows(), rows(960)), (30, 90)),
+    "few_end_the_epoch": (lambda: train_on_both(zip, rows(960), rows()), (10, 30)),
+}
+
+
 class Batches:
     """Without an end, as helpers of steps are written."""
 
@@ -1025,6 +1054,37 @@ def test_the_longest_batch_is_a_phase_of_its_own(fetch: Callable[[Any], Iterator
     longest = captured.phases["the longest batch of 500 samples"]
     assert next(op for op in longest.ops if op.name == "embedding").shape == (4, 99, 8)
     assert captured.steps == 2 * 125
+
+
+class Attention(nn.Module):
+    """Written out, so that its memory grows as the square of the length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_of_a_sampler_with_a_budget_of_tokens_the_largest_batches_are_a_phase() -> None:
+    """fairseq's way: fewer samples where they are longer, the short ones first."""
+    lengths = [10 + index * 7 % 90 for index in range(500)]
+    by_length = sorted(range(500), key=lengths.__getitem__)
+    batches = [by_length[at : at + 20] for at in range(0, 400, 20)] + [by_length[at : at + 15] for at in range(400, 500, 15)]
+
+    def objective(attention: nn.Module) -> None:
+        model = nn.Sequential(nn.Embedding(100, 8), attention).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for tokens, _ in DataLoader(Sentences(), batch_sampler=batches, collate_fn=padded):
+                optimizer.zero_grad()
+                model(tokens.cuda()).mean().backward()
+                optimizer.step()
+
+    for attention, power in ((nn.Linear(8, 8), 1), (Attention(), 2)):
+        captured = capture(partial(objective, attention), A100)
+        largest = max(batches, key=lambda batch: len(batch) * max(lengths[index] for index in batch) ** power)
+        graph = captured.phases[f"the longest of {len(batches)} batches"]
+        shape = len(largest), max(lengths[index] for index in largest), 8
+        assert next(op for op in graph.ops if op.name == "embedding").shape == shape
+        assert captured.steps == 2 * len(batches)
 
 
 # --- Evaluation -----------------------------------------------------------------------------------------------------------------
