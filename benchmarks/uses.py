@@ -15,8 +15,9 @@ import pandas as pd
 from _record import parser_of, show
 
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_research.dataset import Run
-from perfguard_research.leaderboard import entries, predictions
+from perfguard_models.step_time import StepTime
+from perfguard_research.dataset import Run, dataset_of
+from perfguard_research.leaderboard import entries, predictions_of
 
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
 _CONVOLUTIONS, _PRODUCTS = ("time_conv", "time_conv_backward"), ("time_matmul", "time_attention")
@@ -51,9 +52,10 @@ def main() -> None:
     parser.add_argument("--most-operators", type=int, default=8_000)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
-    runs, found = predictions(
-        arguments.tables, {"step-time": {}}, [*_SPLITS], cache=arguments.cache, most_operators=arguments.most_operators
-    )
+    cache, name = arguments.cache, StepTime.name
+    seen = dataset_of(arguments.tables, StepTime.views, cache=cache, most_operators=arguments.most_operators, only_timed=True)
+    runs = seen.runs
+    found = predictions_of(name, {}, runs, [*_SPLITS], cache=cache, jobs=2)
     known = {(entry["group"], entry["split"]): entry for _, entry in entries(runs, found, use_of).iterrows() if entry["group"]}
     lines = []
     for use in sorted({use for use, _ in known}):

@@ -31,14 +31,17 @@ _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 Table = Mapping[str, Any]
 """Columns, rows, and where they come from: date, machine, command, and "transferred" if a page had them before there was JSON."""
 
-_CS336 = "a plain language model in many sizes, 8 cards (students of CS336)"
+_NEWEST = "facebookresearch/ huggingface/transformers lamikr/"
 _USES = {
     "small batches of vision networks, 16 cards (pytorch-gpu-benchmark)": "aisensiy/ MatrixSP/ ryujaehun/",
     "training at large batches (Lambda, kai271828, XHMY, FlagPerf, Gavel)": "lambdal/ kai271828/ XHMY/ FlagOpen/ stanford-",
     "BERT and ResNet, training and inference (NVIDIA)": "NVIDIA/",
     "MIG slices of an A100 (MIGProfiler)": "MLSysOps/",
-    _CS336: "yyin-dev/ damek/ aimetrics/ LINYUNLinYun/ luke396/ TobinZuo/ CTKnight/ EnzoDing-rgb/",
-    "fine-tuning through a trainer (optimum)": "huggingface/",
+    "a plain language model in many sizes, 8 cards (students of CS336)": (
+        "yyin-dev/ damek/ aimetrics/ LINYUNLinYun/ luke396/ TobinZuo/ CTKnight/ EnzoDing-rgb/"
+    ),
+    "fine-tuning through a trainer (optimum)": "huggingface/optimum",
+    "small batches on a TITAN RTX and a V100, transformers on GeForce cards (lamikr, pycls, Transformers)": _NEWEST,
     "transformers in float32 (NeuSight)": "transformers",
     "float16 inference, RTX 3090 (timm)": "rtx3090_infer",
     "float16 inference, RTX 4090 (timm)": "rtx4090_infer",
@@ -58,8 +61,8 @@ def step_times() -> Table:
     rows = [[use, *_cells(own)] for use, own in groups.items() if own]
     rows.append(["**all runs**", *_cells(errors)])
     rows.append(["**all sources alike**", "", *_alike(errors)])
-    before = [error for error in errors if _use_of(error["group"]) != _CS336 or error["group"].startswith("yyin-dev/")]
-    rows.append(["all sources but the seven students that came last", "", *_alike(before)])
+    known = [error for error in errors if not error["group"].startswith(tuple(_NEWEST.split()))]
+    rows.append(["all sources but the three that came last", "", *_alike(known)])
     return _of(card, ["what people do", "runs", *_SPLITS.values()], rows)
 
 

@@ -109,6 +109,7 @@ def dataset_of(
     jobs: int = 2,
     most_operators: int = 60_000,
     most_runs: int | None = None,
+    only_timed: bool = False,
 ) -> Dataset:
     """The runs of ``tables``, seen as ``views``.
 
@@ -119,6 +120,7 @@ def dataset_of(
         jobs: number of processes for traces and views.
         most_operators: the most rows of an operator table. Such tables have many similar rows.
         most_runs: the most rows of each other table; None: all.
+        only_timed: leave out the rows that say nothing of a step time. Tracing takes most of the time.
 
     Raises:
         TableError: if a table cannot be read or is of no known kind.
@@ -127,6 +129,9 @@ def dataset_of(
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
         rows, rejected = usable_rows(table)
+        if only_timed:
+            rejected += ["no time of one device"] * sum(not _is_timed(row) for row in rows)
+            rows = [row for row in rows if _is_timed(row)]
         rows = drawn(rows, most_operators if "operator" in {row.table for row in rows} else most_runs)
         cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
         dataset.rejected.extend(rejected)
@@ -271,12 +276,17 @@ def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path)
     return found
 
 
+def _is_timed(row: MeasuredRow) -> bool:
+    """Whether there is a time to learn. Communication between GPUs is not modelled."""
+    return row.status == "ok" and row.step_time_s is not None and row.num_gpus == 1
+
+
 def _run(row: MeasuredRow, graph: OpGraph, device: Device, view: Arrays) -> Run:
     fits = row.status == "ok"
     labels: dict[str, float] = {}
     if fits and row.peak_memory_bytes is not None:
         labels["memory"] = math.log(row.peak_memory_bytes)
-    if fits and row.step_time_s is not None and row.num_gpus == 1:  # communication between GPUs is not modelled
+    if _is_timed(row) and row.step_time_s is not None:
         labels["time"] = math.log(row.step_time_s)
     for name, share in (("gpu_util", row.gpu_util), ("sm_active", row.sm_active)):
         if fits and share is not None:

@@ -54,17 +54,25 @@ def train_and_write(
         ConfigurationError: for settings that the predictor does not have.
     """
     kind = learner_class(name)
+    serves_all = name == StepTime.name  # both kinds of devices, and times alone
     try:
         learner = kind(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{name} does not take these settings: {error}") from error
-    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs)
+    dataset = dataset_of(
+        tables,
+        kind.views,
+        cache=cache,
+        jobs=jobs,
+        most_operators=most_operators,
+        most_runs=most_runs,
+        only_timed=serves_all,
+    )
     own = [run for run in dataset.runs if run.table in kind.tables]
     if len(own) < _FEWEST_RUNS:
         known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
         raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
     gpus = {run.gpu for run in own}
-    serves_all = name == StepTime.name
     if "cpu" in gpus and len(gpus) > 1 and not serves_all:
         raise TableError(
             f"These tables have runs on a CPU and on GPUs. The weights of {name} are for one of them: train them one after the "
