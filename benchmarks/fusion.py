@@ -8,8 +8,8 @@ that a busy machine hardly matters. Predicted is GuardNet's time for the CPU of 
 graphs. Compiling takes a C++ compiler and some minutes.
 
 With labels (`python -m perfguard_research.fusion.labels`), the table shows how many edges are judged as the compiler did, by the
-rule that is served and by LILOU's network, once kernels that would wait for one another are left apart. The network has learnt
-from networks like these.
+rule that is served and by LILOU's network. An edge is fused if its ends are in one kernel. The network has learnt from networks
+like these.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from _record import parser_of, show
 from torch import nn
@@ -32,9 +33,10 @@ from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.graph import roofline_s
 from perfguard.predictor import load_predictor
-from perfguard_models.compiled import as_compiled, fused_edges
-from perfguard_models.fused_graph import kernels_of
+from perfguard_models.compiled import as_compiled
+from perfguard_models.compiled import kernels_of as by_the_rule
 from perfguard_research.fusion.labels import LabelledGraph, read_labels
+from perfguard_research.fusion.network import kernels_of
 from perfguard_research.fusion.network import shipped as lilou
 from perfguard_research.fusion.train import score_of
 
@@ -102,21 +104,21 @@ def measured(name: str) -> dict[str, Any]:
     graph = trace(workload, target="cpu")
     known_compiled = trace(replace(workload, compiled=True), target="cpu")
     device, predictor = resolve_device("cpu"), load_predictor()
-    kernels_of = as_compiled(known_compiled)
-    assert kernels_of is not None
-    fused = kernels_of.graph
+    found = as_compiled(known_compiled)
+    assert found is not None
     eager_s, compiled_s = (predictor.predict(seen, device).step_time.median for seen in (graph, known_compiled))
-    traffic = [sum(op.bytes_read + op.bytes_written for op in seen.ops) for seen in (graph, fused)]
+    traffic = [sum(op.bytes_read + op.bytes_written for op in seen.ops) for seen in (graph, found.graph)]
+    alone_s = roofline_s(graph, device)
     return {
         "network": name,
         "operators": len(graph.ops),
-        "kernels": len(fused.ops),
+        "kernels": len(set(found.kernel.tolist())),
         "traffic": traffic[1] / traffic[0],
         "eager_ms": 1e3 * seconds["eager"],
         "compiled_ms": 1e3 * seconds["compiled"],
         "ratio": seconds["compiled"] / seconds["eager"],
         "predicted_ratio": compiled_s / eager_s,
-        "roofline_ratio": float(roofline_s(fused, device).sum() / roofline_s(graph, device).sum()),
+        "roofline_ratio": float((found.time_shares(device) * alone_s).sum() / alone_s.sum()),
         "compile_s": compile_s,
         "difference": float(difference),
     }
@@ -155,9 +157,9 @@ def errors_of(found: Sequence[Mapping[str, Any]], name: str | None) -> list[str]
 def agreement(paths: Sequence[Path]) -> list[list[str]]:
     """Precision, recall and accuracy of the kernels of each method, and their number over the compiler's."""
     rows, network = [row for path in paths for row in read_labels(path)], lilou()
-    methods: dict[str, Callable[[LabelledGraph], list[list[int]]]] = {
-        "the rule": lambda row: kernels_of(row.graph, fused_edges(row.graph)),
-        "GAT-LSTM": lambda row: network.kernels(row.graph, row.compiler),
+    methods: dict[str, Callable[[LabelledGraph], npt.NDArray[np.int64]]] = {
+        "the rule": lambda row: by_the_rule(row.graph),
+        "GAT-LSTM": lambda row: numbered(network.kernels(row.graph, row.compiler), len(row.graph.ops)),
     }
     lines = []
     for compiler in dict.fromkeys(row.compiler for row in rows):
@@ -166,18 +168,20 @@ def agreement(paths: Sequence[Path]) -> list[list[str]]:
         real = [len(kernels_of(row.graph, np.flatnonzero(label == 1))) for row, label in zip(own, labels, strict=True)]
         for name, method in methods.items():
             found = [method(row) for row in own]
-            united = np.concatenate([is_united(row.graph.edges, kernels) for row, kernels in zip(own, found, strict=True)])
-            score = score_of(united, np.concatenate(labels))
-            ratio = statistics.median(len(kernels) / number for kernels, number in zip(found, real, strict=True))
+            ends = (kernel[row.graph.edges] for row, kernel in zip(own, found, strict=True))
+            score = score_of(np.concatenate([first == second for first, second in ends]), np.concatenate(labels))
+            ratio = statistics.median(len(set(kernel.tolist())) / number for kernel, number in zip(found, real, strict=True))
             shares = (f"{share:.1%}" for share in (score.precision, score.recall, score.accuracy))
             lines.append([name, compiler, str(len(own)), *shares, f"{ratio:.2f}"])
     return lines
 
 
-def is_united(edges: np.ndarray[Any, Any], kernels: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
-    """1 for each edge whose ends are in one kernel, else 0."""
-    kernel_of = {op: at for at, kernel in enumerate(kernels) for op in kernel}
-    return np.array([float(kernel_of[a] == kernel_of[b]) for a, b in edges.T.tolist()])
+def numbered(kernels: Sequence[Sequence[int]], number: int) -> npt.NDArray[np.int64]:
+    """The kernel of each of ``number`` operators."""
+    kernel = np.zeros(number, dtype=np.int64)
+    for at, operators in enumerate(kernels):
+        kernel[operators] = at
+    return kernel
 
 
 def main() -> None:

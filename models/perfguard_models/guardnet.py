@@ -141,8 +141,8 @@ class GuardNet:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        raw, compiled = self._raw(graph, device), self._compiled(graph, device)
-        launched = graph if compiled is None else compiled.graph  # the operators that really run
+        raw = self._raw(graph, device)
+        launched = graph if raw.launched is None else raw.launched
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
@@ -316,18 +316,14 @@ class GuardNet:
         of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            compiled = self._compiled(graph, device)
+            weights = self._weights[device.kind]
+            # Where the weights were trained on compiled runs of such graphs, they predict the compiled graph itself.
+            compiled = None if weights.knows_compiled(graph, device) else as_compiled(graph)
             eager = graph if compiled is None else compiled.eager
-            raw = _widened(self._weights[device.kind].predict(eager, device), eager)
+            raw = _widened(weights.predict(eager, device), eager)
             raw = raw if compiled is None else _on_kernels(raw, compiled, device)
             of_graph[key] = _with_nccl(_with_links(raw, graph, device), graph, device)
         return of_graph[key]
-
-    def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
-        """The kernels of a compiled graph; None: it is not compiled, or the weights were trained on compiled runs like it."""
-        if "compiled" not in graph.options or self._weights[device.kind].knows_compiled(graph, device):
-            return None
-        return as_compiled(graph)
 
 
 def _widened(raw: RawPrediction, graph: OpGraph) -> RawPrediction:
@@ -366,6 +362,7 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
         op_time_s=raw.op_time_s * left,
         path=path,
         embedding=embedding_of(features),
+        launched=compiled.graph,
     )
 
 

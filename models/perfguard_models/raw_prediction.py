@@ -129,6 +129,8 @@ class RawPrediction(NamedTuple):
     """The graph as the network reads it."""
     links: LinkTimes | None = None
     """What collectives add, in seconds of ``path``. None: there are none."""
+    launched: OpGraph | None = None
+    """What a compiler makes of the graph. None: the graph itself. Never the graph, which is the weak key of this prediction."""
 
 
 class Weights:
@@ -229,11 +231,11 @@ class Weights:
         return math.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        """Whether the weights were trained on compiled runs of such graphs, whatever their sizes.
+        """Whether the weights were trained on compiled runs like ``graph``, whatever its sizes.
 
         Compiled steps of any GPU count, and both half precisions as one.
         """
-        if device.kind == "cpu":
+        if "compiled" not in graph.options or device.kind == "cpu":
             return False
         own = Setting.of(graph, device)
         if own.precision != "fp32":

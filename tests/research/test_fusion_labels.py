@@ -14,6 +14,7 @@ from torch import nn
 from perfguard import Workload, trace
 from perfguard.graph import OpGraph
 from perfguard_research.fusion.labels import LabelledGraph, inductor_kernels, read_labels, to_json
+from perfguard_research.fusion.network import kernels_of
 from perfguard_research.fusion.train import fitted, score_of
 from tests.fusible import SHAPE, Residual, network
 
@@ -75,3 +76,13 @@ def test_labels_survive_a_truncated_line(tmp_path: Path) -> None:
     assert read.kernels == row.kernels
     assert read.graph.content_hash == row.graph.content_hash
     assert np.array_equal(read.edge_labels(), row.edge_labels())
+
+
+def test_kernel_waiting_for_itself_is_not_made() -> None:
+    """The second block adds the first one's sum to what its convolution makes of it."""
+    graph = trace(Workload(network(2), SHAPE, mode="infer"), target="cpu")
+    columns = {(a, b): at for at, (a, b) in enumerate(graph.edges.T.tolist())}
+    relu, sums = 2, (3, 7)
+    assert (graph.ops[relu].name, {graph.ops[at].name for at in sums}) == ("relu", {"add"})
+    found = kernels_of(graph, np.array([columns[sums], columns[relu, sums[0]]]))
+    assert [kernel for kernel in found if len(kernel) > 1] == [[relu, sums[0]]]

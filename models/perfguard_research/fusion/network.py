@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,7 +26,6 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphSizeNorm
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, StorageKind
-from perfguard_models.fused_graph import kernels_of
 from perfguard_models.weight_files import fitting, read_pair
 
 FORMAT = 1
@@ -121,6 +121,49 @@ class FusionModel(NamedTuple):
         """The operators in each kernel that ``compiler`` is expected to launch. The surest edges are fused first."""
         chances = self.chances(graph, compiler)
         return kernels_of(graph, np.argsort(-chances, kind="stable")[: int((chances > 0.5).sum())])
+
+
+def kernels_of(graph: OpGraph, fused: npt.NDArray[np.int64]) -> list[list[int]]:
+    """The operators of ``graph`` by kernel, each ascending, in the order of their first operators.
+
+    Algorithm 1 of the paper: union-find over the fused edges. Two kernels are united only if an order of the kernels remains: a
+    value that leaves a kernel must not return to it through another one.
+
+    Args:
+        graph: any graph.
+        fused: columns of ``graph.edges`` that unite the kernels of their ends, the first ones first.
+    """
+    order = nx.DiGraph(_dependencies(graph))  # of the kernels, each by one of its operators
+    order.add_nodes_from(range(len(graph.ops)))
+    sets = nx.utils.UnionFind(range(len(graph.ops)))
+    for first, second in graph.edges[:, fused].T.tolist():
+        a, b = sets[first], sets[second]
+        if a == b:
+            continue
+        direct = [edge for edge in ((a, b), (b, a)) if order.has_edge(*edge)]
+        order.remove_edges_from(direct)
+        if nx.has_path(order, a, b) or nx.has_path(order, b, a):  # through a third kernel
+            order.add_edges_from(direct)
+            continue
+        sets.union(a, b)
+        kept, gone = (a, b) if sets[a] == a else (b, a)
+        order.add_edges_from([(kept, after) for after in order.successors(gone)])
+        order.add_edges_from([(before, kept) for before in order.predecessors(gone)])
+        order.remove_node(gone)
+    return sorted(sorted(kernel) for kernel in sets.to_sets())
+
+
+def _dependencies(graph: OpGraph) -> set[tuple[int, int]]:
+    """Pairs of operators whose order must stay: one reads what the other wrote, or overwrites what the other read or wrote."""
+    pairs = {(first, second) for first, second in graph.edges.T.tolist()}
+    users: dict[int, list[int]] = {}  # of each storage: its last writer, and who has read it since
+    for index, op in enumerate(graph.ops):
+        for storage in op.outputs:
+            pairs.update((user, index) for user in users.get(storage, ()))
+            users[storage] = [index]
+        for storage in op.inputs:
+            users.setdefault(storage, []).append(index)
+    return {(first, second) for first, second in pairs if first != second}
 
 
 def read_fusion_model(path: Path) -> FusionModel:
