@@ -26,8 +26,8 @@ from perfguard.graph import OpGraph
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, Observation
 from perfguard_models.guardnet import GuardNet
-from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.raw_prediction import Weights
+from perfguard_models.trees import MemoryForest
 from perfguard_research.dataset import Fold, Run, dataset_of, folds, graphs_of
 from perfguard_research.learners import learner_class
 

@@ -39,14 +39,14 @@ from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.verdict import Verdict
 from perfguard_models.calibration import Calibration
 from perfguard_models.graph_network import PathTimes
-from perfguard_models.guardnet import WEIGHTS, GuardNet
-from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.guardnet import WEIGHTS, GuardNet, read_weights
+from perfguard_models.learner import FittedModel
 from perfguard_models.raw_prediction import RawPrediction, Weights
 from perfguard_models.step_time import StepTime
-from perfguard_models.trained import FittedModel, read_trained, write_trained
+from perfguard_models.trees import MemoryForest
 from perfguard_research.dataset import Run, dataset_of, graphs_of
 from perfguard_research.leaderboard import predictions
-from perfguard_research.learners import identity_of, learner_class
+from perfguard_research.learners import identity_of, learner_class, write_trained
 
 A100 = "a100-pcie-40gb"
 LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": StepTime.name}
@@ -124,22 +124,15 @@ class HeldOut(Weights):
 
     def __init__(self, rows: Sequence[Row], learner: StepTime) -> None:
         self._rows = rows
-        self._learner = learner
-
-    @property
-    def step_time(self) -> StepTime:
-        return self._learner
+        self.step_time = learner
 
     def trained_on(self, device: Device) -> bool:
         return False
 
-    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        return True
-
     def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
         none = np.zeros(0)
         path = PathTimes(np.ones(()), np.zeros(()), none, none)
-        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=none, path=path)
+        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(path=path)
 
 
 def graph_of(index: int) -> OpGraph:
@@ -294,12 +287,12 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Fit
             "timed": sorted({run.setting.timed_as for run in seen if "time" in run.labels}),
         }
         write_trained(place, name, learner, card, Calibration(calibration.floor, scale))
-    return read_trained(place)
+    return read_weights(place)
 
 
 def shipped_weights(name: str) -> FittedModel:
     """Shipped weights."""
-    return read_trained(WEIGHTS / name)
+    return read_weights(WEIGHTS / name)
 
 
 def streamed_of(

@@ -13,10 +13,10 @@ from torch import nn
 from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
+from perfguard_models.calibration import Setting
 from perfguard_models.features import features_of
 from perfguard_models.features.launches import LAUNCHES
 from perfguard_models.features.step import STEP_FEATURES, SUMS
-from perfguard_models.setting import Setting
 from perfguard_research.dataset import Run
 from perfguard_research.learners import Trainable, learner_class
 from tests.rows import run_on

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from perfguard_models.setting import Setting
+from perfguard_models.calibration import Setting
 from perfguard_research.dataset import Run
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from perfguard.devices import Device
 from perfguard.graph import TRACED_AS_EAGER, OpGraph, roofline_s, work_s
+from perfguard_models.features.step import MATRIX_KINDS
 
-_LIBRARY_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
 _NOTE = "torch.compile: operators merged into kernels as Inductor is expected to ({kernels} kernels for {ops} operators)"
 
 
@@ -68,7 +68,7 @@ def as_compiled(graph: OpGraph) -> Compiled | None:
 
 def fused_edges(graph: OpGraph) -> npt.NDArray[np.bool_]:
     """Whether a compiler fuses the ends of each edge. Shape: (num_edges,)."""
-    is_library = np.array([op.kind in _LIBRARY_KINDS for op in graph.ops], dtype=bool)
+    is_library = np.array([op.kind in MATRIX_KINDS for op in graph.ops], dtype=bool)
     before = np.zeros(len(graph.ops), dtype=np.int64)  # library kernels that must run before each operator, one after the other
     source, sink = graph.edges
     for first, then in graph.edges.T.tolist():  # ordered by the second
@@ -101,7 +101,8 @@ def without_inner_tensors(graph: OpGraph, kernel: npt.NDArray[np.int64]) -> OpGr
     own, sizes = kernel.tolist(), [storage.num_bytes for storage in graph.storages]
     reads = list(_reads(graph))
     passing = {at for at, storage in enumerate(graph.storages) if storage.birth >= 0 and storage.death < len(own)}
-    inner = {t for t, readers in _readers(reads, own).items() if t.storage in passing and readers == {own[t.writer]}}
+    outside = {tensor for at, tensors in enumerate(reads) for tensor in tensors if own[tensor.writer] != own[at]}
+    inner = {t for tensors in reads for t in tensors if t.storage in passing and t.writer >= 0} - outside
     held: set[tuple[int, _Tensor]] = set()  # kernels, and the tensors that they have read or made
     written: set[int] = set()
     ops = []
@@ -117,9 +118,9 @@ def without_inner_tensors(graph: OpGraph, kernel: npt.NDArray[np.int64]) -> OpGr
         written.update(left)
         num_read = part(op.bytes_read, [tensor.storage for tensor in read], op.inputs)
         ops.append(op._replace(bytes_read=num_read, bytes_written=part(op.bytes_written, left, op.outputs)))
-    deaths = _last_reads(reads, inner)
+    deaths, gone = _last_reads(reads, inner), {tensor.storage for tensor in inner} - written
     storages = (
-        old._replace(num_bytes=old.num_bytes if at in written else 0, death=deaths.get(at, old.birth)) if at in passing else old
+        old._replace(num_bytes=0 if at in gone else old.num_bytes, death=deaths.get(at, old.death)) if at in passing else old
         for at, old in enumerate(graph.storages)
     )
     return dataclasses.replace(graph, ops=tuple(ops), storages=tuple(storages))
@@ -131,15 +132,6 @@ def _reads(graph: OpGraph) -> Iterator[list[_Tensor]]:
     for at, op in enumerate(graph.ops):
         yield [_Tensor(storage, writer.get(storage, -1)) for storage in op.inputs]
         writer.update(dict.fromkeys(op.outputs, at))
-
-
-def _readers(reads: Sequence[Sequence[_Tensor]], own: Sequence[int]) -> dict[_Tensor, set[int]]:
-    """The kernels that read each tensor, of operators in the kernels ``own``."""
-    found: dict[_Tensor, set[int]] = {}
-    for kernel, tensors in zip(own, reads, strict=True):
-        for tensor in tensors:
-            found.setdefault(tensor, set()).add(kernel)
-    return found
 
 
 def _last_reads(reads: Sequence[Sequence[_Tensor]], inner: Container[_Tensor]) -> dict[int, int]:

@@ -32,10 +32,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from perfguard_models.graph_network import Floats, GraphNetwork, Packed
-from perfguard_models.learner import Step
-from perfguard_models.step_time import StepTime
-from perfguard_models.weight_files import LARGEST_BYTES, fitting
+from perfguard_models.graph_network import GraphNetwork, Packed
+from perfguard_models.learner import LARGEST_BYTES, Floats, Step, fitting
+from perfguard_models.step_time import StepTime, batches_of
 
 FORMAT = 3
 _USUAL = torch.zeros(2, dtype=torch.float32, device="cpu")
@@ -96,11 +95,12 @@ class FineTuned:
 
     def corrections(self, learner: StepTime, steps: Sequence[Step], device_id: str) -> Floats:
         """What is added to log seconds of ``steps`` on a device; 0 on a device without runs. Shape: (len(steps),)."""
-        if device_id not in self.factors or not steps:
-            return np.zeros(len(steps))
+        found = torch.zeros(len(steps), dtype=torch.float64)
         with torch.inference_mode():
-            found = _Encoded.of(learner, steps).corrections(self.network, self.factors[device_id])
-        return np.asarray(found.double().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).numpy())
+            for some in batches_of(steps, range(len(steps))) if device_id in self.factors else ():
+                encoded = _Encoded.of(learner, [steps[at] for at in some])
+                found[some] = encoded.corrections(self.network, self.factors[device_id]).double()
+        return np.asarray(found.nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).numpy())
 
     def to_bytes(self) -> bytes:
         """A safetensors file."""

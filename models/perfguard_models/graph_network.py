@@ -32,23 +32,22 @@ import warnings
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from perfguard.graph import Phase
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, EDGE_COLUMNS, HOST_KINDS, NUM_NAMES
+from perfguard_models.learner import Floats
 
 with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
     warnings.simplefilter("ignore")
     from torch_geometric.nn.conv import MessagePassing
 
-Floats = npt.NDArray[np.float64]
 NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
 """The operator's, the device's, and whether it is a CPU."""
 _LOG_INEFFICIENCY = -3.0, 6.0
 _START_S = {"latency": 4e-6, "dependent": 10e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
-_START_CONSTANT_S = 200e-6, 400e-6
+START_CONSTANT_S = 200e-6, 400e-6
 _START_CLOCK_POWER = 0.1
 """Where learning starts."""
 _SHARPNESS = 0.02
@@ -203,25 +202,10 @@ class GraphNetwork(nn.Module):
         self.view, self.latency, self.dependent = (
             nn.Parameter(torch.full((2,), math.log(_START_S[name]))) for name in ("view", "latency", "dependent")
         )
-        self.constant = nn.Parameter(torch.tensor([_START_CONSTANT_S] * 2).log())  # of inference and of training
+        self.constant = nn.Parameter(torch.tensor([START_CONSTANT_S] * 2).log())  # of inference and of training
         self.copy = nn.Parameter(torch.tensor(math.log(_START_S["copy"])))
         self.compiled = nn.Parameter(torch.zeros(()))
         self.clock_power = nn.Parameter(torch.tensor(_START_CLOCK_POWER**0.5))  # squared, so that it is never negative
-
-    @property
-    def physical(self) -> list[nn.Parameter]:
-        """The seconds that are parameters themselves."""
-        host = [self.phase, self.kind, self.view, self.constant, self.compiled, self.clock_power]
-        return [*host, self.latency, self.dependent, self.copy]
-
-    @property
-    def prior(self) -> Tensor:
-        """Squared distances of kinds from their phase's mean, and ten times those of the constants from their start. Shape: ().
-
-        Rare kinds stay at the mean. What one kind of network has in each step is not taken for the host's constant.
-        """
-        start = torch.tensor(_START_CONSTANT_S).log()
-        return self.kind.square().sum() + 10 * (self.constant - start).square().sum()
 
     @property
     def heads(self) -> dict[str, nn.Parameter]:
@@ -236,11 +220,6 @@ class GraphNetwork(nn.Module):
         for conv in self.rounds:
             z = conv(z, packed.edge_index, packed.edge_attr, packed.edge_weight)
         return read, z
-
-    def log_inefficiency_alone(self, x: Tensor, name: Tensor) -> Tensor:
-        """Log inefficiency of operators without neighbours. Shapes: (R, NODE_COLUMNS), (R,) → (R,)."""
-        found: Tensor = self.own(self.read(torch.cat([x, self.name(name)], dim=1)))[:, 0]
-        return found
 
     def clocks(self, packed: Packed, read: Tensor, z: Tensor) -> Clocks:
         """The clocks of ``packed``, of which :meth:`encode` has made ``read`` and ``z``."""

@@ -24,35 +24,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard.collectives import LINKS, link_times
 from perfguard.devices import Device
 from perfguard.exceptions import PredictorError
 from perfguard.graph import (
     OpGraph,
-    assumed_log_sigma,
-    has_assumed_sizes,
     memory_parts,
-    unknown_operators,
-    unknown_span,
 )
-from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models.compiled import Compiled, as_compiled
-from perfguard_models.features.step import STEP_FEATURES
+from perfguard.predictor import SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.fine_tuning import FineTuned, LearntRun, fine_tune
-from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.learner import CPU_PREFIX, FittedModel, Learner, read_trained
 from perfguard_models.raw_prediction import (
     PHYSICS,
     PRIOR,
     RawPrediction,
     Weights,
-    embedding_of,
     gp_inputs,
     scale_of,
 )
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
-from perfguard_models.step_time import StepTime, batches_of, least_products_s
+from perfguard_models.step_time import StepTime
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import CPU_PREFIX, FittedModel, read_trained
+from perfguard_models.trees import MemoryForest
 
 MEMORY, TIME = MemoryForest.name, StepTime.name
 WEIGHTS = Path(__file__).parent / "weights"
@@ -100,8 +92,25 @@ def load(path: str | Path | None = None) -> GuardNet:
     shipped = [WEIGHTS / name for name in (MEMORY, CPU_PREFIX + MEMORY, TIME)]
     found: dict[tuple[str, str], FittedModel] = {}
     for each in [*shipped, *([] if path is None else [Path(path)])]:
-        found |= _by_kind(read_trained(each))
+        found |= _by_kind(read_weights(each))
     return GuardNet({kind: Weights(found[kind, MEMORY], found[kind, TIME]) for kind in ("cuda", "cpu")})
+
+
+def read_weights(path: Path) -> FittedModel:
+    """Weights of GuardNet: of step times or of memory.
+
+    Raises:
+        PredictorError: see :func:`perfguard_models.learner.read_trained`.
+    """
+    learners: dict[str, type[Learner]] = {MEMORY: MemoryForest, TIME: StepTime}
+
+    def learner_of(name: str) -> type[Learner]:
+        if name not in learners:
+            known = ", ".join(learners)
+            raise PredictorError(f"GuardNet has no learner {name!r}, only {known}. These are another predictor's weights.")
+        return learners[name]
+
+    return read_trained(path, learner_of)
 
 
 def _by_kind(trained: FittedModel) -> dict[tuple[str, str], FittedModel]:
@@ -238,12 +247,9 @@ class GuardNet:
         self, tuned: FineTuned | None, target: Target, raws: Sequence[RawPrediction], device: Device
     ) -> npt.NDArray[np.float64]:
         """What ``tuned`` adds to each graph of ``raws``. Shape: (len(raws),)."""
-        found = np.zeros(len(raws))
-        if tuned is not None and target == "time" and self._is_tuned_on(device):
-            steps, step_time = [raw.step for raw in raws], self._weights[device.kind].step_time
-            for some in batches_of(steps, range(len(steps))):
-                found[some] = tuned.corrections(step_time, [steps[at] for at in some], device.id)
-        return found
+        if tuned is None or target != "time" or not self._is_tuned_on(device):
+            return np.zeros(len(raws))
+        return tuned.corrections(self._weights[device.kind].step_time, [raw.step for raw in raws], device.id)
 
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
         """Residuals of the rows with a measured ``target``; None: there is no such row.
@@ -316,79 +322,8 @@ class GuardNet:
         of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            weights = self._weights[device.kind]
-            # Where the weights were trained on compiled runs of such graphs, they predict the compiled graph itself.
-            compiled = None if weights.knows_compiled(graph, device) else as_compiled(graph)
-            eager = graph if compiled is None else compiled.eager
-            raw = _widened(weights.predict(eager, device), eager)
-            raw = raw if compiled is None else _on_kernels(raw, compiled, device)
-            of_graph[key] = _with_nccl(_with_links(raw, graph, device), graph, device)
+            of_graph[key] = self._weights[device.kind].predict(graph, device)
         return of_graph[key]
-
-
-def _widened(raw: RawPrediction, graph: OpGraph) -> RawPrediction:
-    """Widen the prior of ``raw`` by what ``graph`` assumes of the data, and by the range that opaque operators allow. Move it to
-    the middle of that range."""
-    opaque = list(unknown_operators(graph))
-    span = unknown_span(graph, raw.op_time_s.tolist(), math.exp(raw.of["memory"].log_value)) if opaque else {}
-    of = {}
-    for target, own in raw.of.items():
-        sigma, half = own.log_sigma, span.get(target, 0.0) / 2
-        if target == "memory" and has_assumed_sizes(graph):
-            sigma = max(sigma, PHYSICS.memory_log_sigma / PRIOR.total)
-        sigma = math.hypot(sigma, assumed_log_sigma(graph, target) / PRIOR.total, half / HALF_INTERVAL / PRIOR.total)
-        of[target] = own._replace(log_value=own.log_value + half, log_sigma=sigma)
-    if not opaque:
-        return raw._replace(of=of)
-    longer = math.expm1(span["time"] / 2) / len(opaque)
-    op_time_s, device_s = raw.op_time_s.copy(), raw.path.device_s.copy()
-    op_time_s[opaque] += op_time_s.sum() * longer
-    device_s[opaque] += raw.path.total_s * longer
-    return raw._replace(of=of, op_time_s=op_time_s, path=raw.path._replace(device_s=device_s))
-
-
-def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
-    """Convert the prediction for the eager graph to the kernels of the compiled one."""
-    left = compiled.time_shares(device)
-    path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
-    less = {"memory": compiled.memory_share(device), "time": float(path.total_s / raw.path.total_s)}
-    # The compiler leaves matrix products as they are.
-    least_s = least_products_s(raw.step.view) / math.exp(raw.of["time"].log_value)
-    less["time"] = max(less["time"], least_s)
-    features = raw.step.view["sums"].copy()
-    features[STEP_FEATURES.index("compiled")] = 1.0
-    return raw._replace(
-        of={target: own._replace(log_value=own.log_value + math.log(less[target])) for target, own in raw.of.items()},
-        op_time_s=raw.op_time_s * left,
-        path=path,
-        embedding=embedding_of(features),
-        launched=compiled.graph,
-    )
-
-
-def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
-    """Add what the step waits for links and for the other ranks."""
-    time, path = raw.of["time"], raw.path
-    to_seconds = math.exp(time.log_value) / path.total_s
-    links = link_times(graph, device, path.op_time_s * to_seconds)
-    if links is None:
-        return raw
-    waits_s = links.waits_s / to_seconds
-    longer = math.log1p(waits_s.sum() / path.total_s)
-    sigma = math.hypot(time.log_sigma, links.log_sigma / PRIOR.total)
-    of = raw.of | {"time": time._replace(log_value=time.log_value + longer, log_sigma=sigma)}
-    return raw._replace(of=of, links=links._replace(waits_s=waits_s))
-
-
-def _with_nccl(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
-    """Add what NCCL holds beside the allocator. An evaluation under DDP has no collective, and NCCL is there all the same."""
-    if device.kind == "cpu" or not {"ddp", "deepspeed", "fsdp", "tp"}.intersection(graph.options):
-        return raw
-    memory = raw.of["memory"]
-    alone_bytes = math.exp(memory.log_value)
-    num_bytes = alone_bytes + LINKS.nccl_bytes
-    sigma = math.hypot(memory.log_sigma * alone_bytes, LINKS.nccl_sigma_bytes) / num_bytes
-    return raw._replace(of=raw.of | {"memory": memory._replace(log_value=math.log(num_bytes), log_sigma=sigma)})
 
 
 def _setting_of(graph: OpGraph) -> float:

@@ -11,20 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard.collectives import LinkTimes
+from perfguard.collectives import LINKS, LinkTimes, link_times
 from perfguard.devices import Device, catalog
-from perfguard.graph import OpGraph
+from perfguard.graph import OpGraph, assumed_log_sigma, has_assumed_sizes, unknown_operators, unknown_span
+from perfguard.predictor import HALF_INTERVAL
+from perfguard_models.calibration import Setting, timed_as_any
+from perfguard_models.compiled import Compiled, as_compiled
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.graph_network import PathTimes
-from perfguard_models.learner import Step, share_of
+from perfguard_models.learner import FittedModel, Floats, Step, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior
-from perfguard_models.setting import Setting, timed_as_any
-from perfguard_models.step_time import StepTime
-from perfguard_models.trained import FittedModel, step_of
-from perfguard_models.weight_files import version_of
+from perfguard_models.step_time import StepTime, least_products_s
 
-Floats = npt.NDArray[np.float64]
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
@@ -119,11 +118,10 @@ class RawPrediction(NamedTuple):
 
     of: dict[str, RawEstimate]
     """By target."""
-    op_time_s: Floats  # shape: (N,), the step time in proportion to the device's times
     path: PathTimes
     """What the step time consists of."""
     embedding: Floats  # shape: (d,)
-    shares: dict[str, float | None]
+    shares: dict[str, float]
     """"gpu_util" and "sm_active", 0 to 1, where the weights predict them."""
     step: Step
     """The graph as the network reads it."""
@@ -136,21 +134,16 @@ class RawPrediction(NamedTuple):
 class Weights:
     """Weights for one kind of device.
 
-    The graph network and trees for time (`step_time`). For memory the replay, and forests (`memory_forest`) on CPUs and where
-    cuDNN tries algorithms.
+    The graph network and trees for time (`step_time`). For memory the replay, and trees on CPUs and where cuDNN tries algorithms.
     """
 
     def __init__(self, memory: FittedModel, time: FittedModel) -> None:
-        self._memory = memory
-        self._time = time
-        self.version = version_of(memory.card) + version_of(time.card)
-        """It differs for other tensors or another calibration."""
-
-    @property
-    def step_time(self) -> StepTime:
+        assert isinstance(time.learner, StepTime)
+        self._memory, self._time = memory, time
+        self.step_time = time.learner
         """The network and the trees."""
-        assert isinstance(self._time.learner, StepTime)
-        return self._time.learner
+        self.version = memory.version + time.version
+        """It differs for other tensors or another calibration."""
 
     def trained_on(self, device: Device) -> bool:
         """Whether the training rows include runs on this device. A CPU is known by its name."""
@@ -160,8 +153,16 @@ class Weights:
 
     def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The weights' prediction for ``graph``."""
-        setting, step = Setting.of(graph, device), step_of(self._time.learner, graph, device)
-        log_step_s, op_time_s, path = self._clocks(graph, step, device)
+        # Where the weights were trained on compiled runs of such graphs, they predict the compiled graph itself.
+        compiled = None if self._knows_compiled(graph, device) else as_compiled(graph)
+        raw = self._of_operators(graph if compiled is None else compiled.eager, device)
+        raw = raw if compiled is None else _on_kernels(raw, compiled, device)
+        return _with_nccl(_with_links(raw, graph, device), graph, device)
+
+    def _of_operators(self, graph: OpGraph, device: Device) -> RawPrediction:
+        """The prediction for the operators of ``graph`` as they are, without what waits for links."""
+        setting, step = Setting.of(graph, device), self._time.step(graph, device)
+        log_step_s, device_s, path = self._clocks(graph, step, device)
         is_timed = not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
         machines = (log_step_s[[1, 3]] - log_step_s[0]) * PROCESS.machine_trust
         time = RawEstimate(float(log_step_s[0]), self._time_sigma(log_step_s, setting, device), machines, is_timed)
@@ -170,14 +171,14 @@ class Weights:
         if device.kind == "cpu":
             physics = np.zeros_like(physics)  # there is no allocator's cache, and no context
             is_read = is_timed  # the training rows have both
-        return RawPrediction(
+        raw = RawPrediction(
             of={"memory": RawEstimate(log_bytes, memory_sigma, physics, is_read), "time": time},
-            op_time_s=op_time_s,
             path=path,
             embedding=embedding_of(step.view["sums"]),
             shares=self._shares(step, setting, device),
             step=step,
         )
+        return _widened(raw, graph, device_s)
 
     def _memory_by_trees(self, graph: OpGraph, step: Step, setting: Setting, device: Device) -> tuple[float, float, bool] | None:
         """Log bytes, their standard deviation, and whether training rows have readings in this setting.
@@ -205,24 +206,22 @@ class Weights:
         num_bytes = max(there - loaded, graph.peak_live_bytes + device.context_bytes)
         return math.log(num_bytes), math.hypot(own * there, loaded_sigma) / num_bytes, has_readings
 
-    def _shares(self, step: Step, setting: Setting, device: Device) -> dict[str, float | None]:
+    def _shares(self, step: Step, setting: Setting, device: Device) -> dict[str, float]:
         """Utilisation of steps like the perceptrons of the tables, of which alone it was measured."""
         if setting.has_convolutions or setting.is_single or device.kind == "cpu":
             return {}
         predicted = self._memory.learner.predict([step])
-        found = {name: share_of(float(predicted[name][0])) for name in _SHARES}
-        return {name: None if math.isnan(share) else share for name, share in found.items()}
+        return {name: share_of(logit) for name in _SHARES if math.isfinite(logit := float(predicted[name][0]))}
 
     def _clocks(self, graph: OpGraph, step: Step, device: Device) -> tuple[Floats, Floats, PathTimes]:
-        """Log seconds on machines as :meth:`StepTime.log_step_s` orders them, (5,), the time by operator, (N,), and the path that
-        takes longest."""
+        """Log seconds on machines as :meth:`StepTime.log_step_s` orders them, (5,), the device's seconds of each operator, (N,),
+        and the path that takes longest."""
         clocks = self.step_time
         log_step_s, device_s, path = clocks.clocks([step])
         card, is_part, _ = device.id.partition(":")
         if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
-            log_step_s = np.maximum(log_step_s, clocks.log_step_s([step_of(clocks, graph, catalog()[card])]))
-        log_s = log_step_s[:, 0]
-        return log_s, device_s[0] * math.exp(log_s[0]) / max(device_s[0].sum(), 1e-12), PathTimes(*(part[0] for part in path))
+            log_step_s = np.maximum(log_step_s, clocks.log_step_s([self._time.step(graph, catalog()[card])]))
+        return log_step_s[:, 0], device_s[0], PathTimes(*(part[0] for part in path))
 
     def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> float:
         known_gpu = device.id in self._time.card["trained_devices"]
@@ -230,7 +229,7 @@ class Weights:
         is_new_cpu = device.kind == "cpu" and not self.trained_on(device)
         return math.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
 
-    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+    def _knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         """Whether the weights were trained on compiled runs like ``graph``, whatever its sizes.
 
         Compiled steps of any GPU count, and both half precisions as one.
@@ -242,6 +241,73 @@ class Weights:
             own = dataclasses.replace(own, precision=_TRAINED_HALF)
         setting = own.group.partition(" ")[2]
         return any(group.partition(" ")[2] == setting for group in self._time.calibration.scale)
+
+
+def _widened(raw: RawPrediction, graph: OpGraph, device_s: Floats) -> RawPrediction:
+    """Widen the prior of ``raw`` by what ``graph`` assumes of the data, and by the range that opaque operators allow. Move it to
+    the middle of that range.
+
+    An operator takes the share of the step that it has of the device's seconds, ``device_s`` (N,).
+    """
+    opaque, log_bytes, log_s = list(unknown_operators(graph)), raw.of["memory"].log_value, raw.of["time"].log_value
+    op_time_s = device_s * math.exp(log_s) / max(device_s.sum(), 1e-12)
+    span = unknown_span(graph, op_time_s.tolist(), math.exp(log_bytes)) if opaque else {}
+    of = {}
+    for target, own in raw.of.items():
+        sigma, half = own.log_sigma, span.get(target, 0.0) / 2
+        if target == "memory" and has_assumed_sizes(graph):
+            sigma = max(sigma, PHYSICS.memory_log_sigma / PRIOR.total)
+        sigma = math.hypot(sigma, assumed_log_sigma(graph, target) / PRIOR.total, half / HALF_INTERVAL / PRIOR.total)
+        of[target] = own._replace(log_value=own.log_value + half, log_sigma=sigma)
+    if not opaque:
+        return raw._replace(of=of)
+    longer = math.expm1(span["time"] / 2) / len(opaque)
+    path_s = raw.path.device_s.copy()
+    path_s[opaque] += raw.path.total_s * longer
+    return raw._replace(of=of, path=raw.path._replace(device_s=path_s))
+
+
+def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
+    """Convert the prediction for the eager graph to the kernels of the compiled one."""
+    left = compiled.time_shares(device)
+    path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
+    less = {"memory": compiled.memory_share(device), "time": float(path.total_s / raw.path.total_s)}
+    # The compiler leaves matrix products as they are.
+    least_s = least_products_s(raw.step.view) / math.exp(raw.of["time"].log_value)
+    less["time"] = max(less["time"], least_s)
+    features = raw.step.view["sums"].copy()
+    features[STEP_FEATURES.index("compiled")] = 1.0
+    return raw._replace(
+        of={target: own._replace(log_value=own.log_value + math.log(less[target])) for target, own in raw.of.items()},
+        path=path,
+        embedding=embedding_of(features),
+        launched=compiled.graph,
+    )
+
+
+def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
+    """Add what the step waits for links and for the other ranks."""
+    time, path = raw.of["time"], raw.path
+    to_seconds = math.exp(time.log_value) / path.total_s
+    links = link_times(graph, device, path.op_time_s * to_seconds)
+    if links is None:
+        return raw
+    waits_s = links.waits_s / to_seconds
+    longer = math.log1p(waits_s.sum() / path.total_s)
+    sigma = math.hypot(time.log_sigma, links.log_sigma / PRIOR.total)
+    of = raw.of | {"time": time._replace(log_value=time.log_value + longer, log_sigma=sigma)}
+    return raw._replace(of=of, links=links._replace(waits_s=waits_s))
+
+
+def _with_nccl(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
+    """Add what NCCL holds beside the allocator. An evaluation under DDP has no collective, and NCCL is there all the same."""
+    if device.kind == "cpu" or not {"ddp", "deepspeed", "fsdp", "tp"}.intersection(graph.options):
+        return raw
+    memory = raw.of["memory"]
+    alone_bytes = math.exp(memory.log_value)
+    num_bytes = alone_bytes + LINKS.nccl_bytes
+    sigma = math.hypot(memory.log_sigma * alone_bytes, LINKS.nccl_sigma_bytes) / num_bytes
+    return raw._replace(of=raw.of | {"memory": memory._replace(log_value=math.log(num_bytes), log_sigma=sigma)})
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:

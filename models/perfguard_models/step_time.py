@@ -1,6 +1,6 @@
 """The learner of step times: the graph network, and boosted trees on the sums of a step.
 
-The prediction is the geometric mean of the time of the network (`graph_network`) and of the trees (`step_forest`), whose errors
+The prediction is the geometric mean of the time of the network (`graph_network`) and of the trees (`trees`), whose errors
 differ. The trees are for GPUs alone: on CPUs they do not help (docs/decisions.md). Neither is believed where it lets matrix
 products be faster than on any card of the same kind.
 
@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, LAUNCHES
 from perfguard_models.features.step import SUMS
-from perfguard_models.graph_network import NODE_COLUMNS, Clocks, Floats, GraphNetwork, Packed, PathTimes
-from perfguard_models.learner import TARGETS, Example, Predicted, State, Step, sums_table
-from perfguard_models.step_forest import StepForest
+from perfguard_models.graph_network import NODE_COLUMNS, Clocks, GraphNetwork, Packed, PathTimes
+from perfguard_models.learner import TARGETS, Example, Floats, Predicted, State, Step, sums_table
+from perfguard_models.trees import StepForest
 
 _LAUNCHES_A_BATCH = 40_000
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
@@ -48,37 +48,15 @@ class StepTime:
     """The learner of step times.
 
     Args:
-        epochs: how often each run is seen.
-        hidden: width of the layers that read an operator alone.
-        rounds: of messages between operators. 0: none.
-        bound: the most that neighbours change of the logarithm of an operator's inefficiency.
-        learning_rate: of AdamW, at its highest.
-        host_sigma: prior standard deviation of a machine's log host factor.
-        device_sigma: the same of its log device factor. It is small, so that the network learns the cards and no source does.
-        trees: how many boosted trees. 0: the network alone.
-        seed: of weights, order and trees.
+        hidden, rounds, bound: of the network.
+        training: what else it was trained with.
     """
 
     name: ClassVar[str] = "step-time"
     views: ClassVar[tuple[FeatureSet, ...]] = (LAUNCHES, SUMS)
 
-    def __init__(
-        self,
-        *,
-        epochs: int = 14,
-        hidden: int = 96,
-        rounds: int = 1,
-        bound: float = 0.3,
-        learning_rate: float = 1e-2,
-        host_sigma: float = 0.5,
-        device_sigma: float = 0.01,
-        trees: int = 400,
-        seed: int = 0,
-    ) -> None:
-        self.settings: dict[str, Any] = {
-            "epochs": epochs, "hidden": hidden, "rounds": rounds, "bound": bound,
-            "learning_rate": learning_rate, "host_sigma": host_sigma, "device_sigma": device_sigma, "trees": trees, "seed": seed,
-        }  # fmt: skip
+    def __init__(self, *, hidden: int, rounds: int, bound: float, **training: Any) -> None:
+        self.settings: dict[str, Any] = {"hidden": hidden, "rounds": rounds, "bound": bound, **training}
         self.scale = torch.zeros(2, NODE_COLUMNS)
         self.network = self.new_network()
         self.forest: StepForest | None = None
@@ -114,35 +92,20 @@ class StepTime:
             log_s = torch.stack([clocks.log_step_s(packed.is_launch, machine) for machine in _MACHINES])
             path = clocks.longest_path()
         found = log_s.double().numpy()
-        found += self._towards_trees(found[0], runs)
+        some = np.flatnonzero(self.share_of_network(runs) < 1).tolist()
+        if self.forest is not None and some:
+            found[:, some] += (self.forest.predict(sums_table([runs[at] for at in some])) - found[0, some]) / 2
         least_s = np.array([least_products_s(run.view) for run in runs])
         found += np.log(np.maximum(least_s / np.exp(found[0]), 1.0))  # all machines alike: what is not known stays so
         return found, clocks.device_s.double().numpy(), path
-
-    def _towards_trees(self, log_s: Floats, runs: Sequence[Example]) -> Floats:
-        """Half the difference between the trees' log time and the network's ``log_s`` (B,); 0 where the trees do not apply."""
-        way = np.zeros(len(runs))
-        some = np.flatnonzero(self.share_of_network(runs) < 1).tolist()
-        if self.forest is not None and some:
-            way[some] = (self.forest.predict(sums_table([runs[at] for at in some])) - log_s[some]) / 2
-        return way
 
     def share_of_network(self, runs: Sequence[Example]) -> Floats:
         """Weight of the network's log time in the prediction: a half where the trees have the other half. Shape: (len(runs),)."""
         return np.array([0.5 if self.forest is not None and trees_apply(run) else 1.0 for run in runs])
 
-    def state(self) -> tuple[State, Mapping[str, Any]]:
-        """See :class:`perfguard_models.learner.Learner`."""
-        tensors = {"scale": self.scale}
-        tensors |= {f"network.{name}": value for name, value in self.network.state_dict().items()}
-        for at, step in enumerate(self.reference):
-            tensors |= {f"reference{at}.{name}": torch.from_numpy(np.ascontiguousarray(a)) for name, a in step.view.items()}
-        return tensors | (self.forest.tensors() if self.forest else {}), self.settings
-
     def new_network(self) -> GraphNetwork:
         """A network that has not learnt yet."""
-        of = {name: self.settings[name] for name in ("hidden", "rounds", "bound")}
-        return GraphNetwork(**of).float().eval()
+        return GraphNetwork(**{name: self.settings[name] for name in ("hidden", "rounds", "bound")}).float().eval()
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> StepTime:

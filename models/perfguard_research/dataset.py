@@ -31,8 +31,8 @@ from rich.progress import track
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, TraceCache
+from perfguard_models.calibration import Setting
 from perfguard_models.features import Arrays, FeatureSet, features_of
-from perfguard_models.setting import Setting
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
 from perfguard_research.tables import MeasuredRow, parser_of

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
+import platform
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from safetensors.torch import save
 
 from perfguard.exceptions import PredictorError
-from perfguard_models.learner import Learner
+from perfguard_models.calibration import Calibration
+from perfguard_models.learner import FORMAT, Learner, State, columns_of
 from perfguard_research.dataset import Run
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -30,6 +36,33 @@ class Trainable(Learner, Protocol):
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
         """Learn from ``runs``; ``on_epoch(done, of, loss)`` is called now and then."""
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """The tensors and the settings (JSON), of which `from_state` makes the learner again."""
+
+
+def write_trained(out: Path, name: str, learner: Trainable, card: Mapping[str, Any], calibration: Calibration) -> None:
+    """Write OUT.safetensors, and OUT.json: the card, with the hash that binds it to the tensors."""
+    tensors, settings = learner.state()
+    document = {
+        "format": FORMAT,
+        "predictor": name,
+        "settings": dict(settings),
+        "columns": columns_of(learner),
+        "calibration": {"floor": dict(calibration.floor), "scale": dict(calibration.scale)},
+        **card,
+    }
+    write_pair(out, tensors, document)
+
+
+def write_pair(out: Path, tensors: Mapping[str, torch.Tensor], card: Mapping[str, Any]) -> None:
+    """Write both. The card says when and on what machine."""
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    made = f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}"
+    text = json.dumps({"sha256": hashlib.sha256(data).hexdigest(), **card, "made": made}, indent=1) + "\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".safetensors").write_bytes(data)
+    out.with_suffix(".json").write_text(text, encoding="utf-8")
 
 
 def labels_of(runs: Sequence[Run], target: str) -> npt.NDArray[np.float64]:

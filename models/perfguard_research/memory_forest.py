@@ -9,18 +9,19 @@ are fitted to their own predictions, moved to the nearest end where they are out
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
 
-from perfguard_models.learner import column, sums_table
-from perfguard_models.memory_forest import LIMIT, PREDICTED, MemoryForest
-from perfguard_models.trees import Forest, forest_of_boosting
+from perfguard_models.learner import State, column, sums_table
+from perfguard_models.trees import LIMIT, PREDICTED, Forest, MemoryForest
 from perfguard_research.dataset import Run
 from perfguard_research.learners import OnEpoch, labels_of
+from perfguard_research.trees import forest_of_boosting, tensors_of
 
 Values = npt.NDArray[np.float64]
 _FEWEST_ROWS = 50
@@ -33,9 +34,24 @@ _FACTORS = math.log(0.5), math.log(4.0)
 
 
 class TrainableMemory(MemoryForest):
-    """GuardNet's forests for memory, with `fit`."""
+    """GuardNet's forests for memory, with `fit`.
+
+    Args:
+        forests: how many forests for each quantity.
+        trees: of each forest.
+        learning_rate: of the trees.
+        seed: the first one.
+    """
 
     tables: ClassVar[tuple[str, ...]] = ("workload", "perceptron", "collected")
+
+    def __init__(self, *, forests: int = 2, trees: int = 400, learning_rate: float = 0.05, seed: int = 0) -> None:
+        super().__init__(forests=forests, trees=trees, learning_rate=learning_rate, seed=seed)
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_research.learners.Trainable`."""
+        constant = torch.tensor([self.constant], dtype=torch.float64)
+        return {"constant": constant} | tensors_of(self.forests), self.settings
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
         whole = [run for run in runs if not run.is_single]

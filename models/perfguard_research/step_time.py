@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from torch import nn
 
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HALF_OVER_FLOAT
-from perfguard_models.graph_network import Clocks, GraphNetwork, Packed
-from perfguard_models.learner import Step, sums_table
-from perfguard_models.step_forest import DIRECTIONS, StepForest, forest_columns, rough_time, start_of
+from perfguard_models.graph_network import START_CONSTANT_S, Clocks, GraphNetwork, Packed
+from perfguard_models.learner import State, Step, sums_table
 from perfguard_models.step_time import StepTime, batches_of, columns_of, trees_apply
-from perfguard_models.trees import forest_of_boosting
+from perfguard_models.trees import DIRECTIONS, VERSION, StepForest, forest_columns, rough_time, start_of
 from perfguard_research.dataset import Run
 from perfguard_research.learners import OnEpoch, labels_of
+from perfguard_research.trees import forest_of_boosting, tensors_of
 
 _RUNS_A_BATCH = 16
 _OPERATORS_A_BATCH = 64
@@ -71,9 +71,51 @@ class _Machines(nn.Module):
 
 
 class TrainableStepTime(StepTime):
-    """:class:`StepTime`, with `fit`."""
+    """:class:`StepTime`, with `fit`.
+
+    Args:
+        epochs: how often each run is seen.
+        hidden: width of the layers that read an operator alone.
+        rounds: of messages between operators. 0: none.
+        bound: the most that neighbours change of the logarithm of an operator's inefficiency.
+        learning_rate: of AdamW, at its highest.
+        host_sigma: prior standard deviation of a machine's log host factor.
+        device_sigma: the same of its log device factor. It is small, so that the network learns the cards and no source does.
+        trees: how many boosted trees. 0: the network alone.
+        seed: of weights, order and trees.
+    """
 
     tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator", "collected")
+
+    def __init__(
+        self,
+        *,
+        epochs: int = 14,
+        hidden: int = 96,
+        rounds: int = 1,
+        bound: float = 0.3,
+        learning_rate: float = 1e-2,
+        host_sigma: float = 0.5,
+        device_sigma: float = 0.01,
+        trees: int = 400,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            epochs=epochs, hidden=hidden, rounds=rounds, bound=bound, learning_rate=learning_rate, host_sigma=host_sigma,
+            device_sigma=device_sigma, trees=trees, seed=seed,
+        )  # fmt: skip
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_research.learners.Trainable`."""
+        tensors = {"scale": self.scale}
+        tensors |= {f"network.{name}": value for name, value in self.network.state_dict().items()}
+        for at, step in enumerate(self.reference):
+            tensors |= {f"reference{at}.{name}": torch.from_numpy(np.ascontiguousarray(a)) for name, a in step.view.items()}
+        if self.forest is not None:
+            tensors |= tensors_of({"forest": self.forest.forest})
+            tensors["forest.largest"] = torch.tensor([self.forest.largest], dtype=torch.float64)
+            tensors["forest.columns"] = torch.tensor(VERSION)
+        return tensors, self.settings
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
         timed = [run for run in runs if "time" in run.labels and len(run.view["order"])]
@@ -118,13 +160,13 @@ class TrainableStepTime(StepTime):
         torch.manual_seed(seed)
         self.network, self.machines = self.new_network(), _Machines(runs)
         network, machines = self.network, self.machines
-        physical = {id(parameter) for parameter in network.physical}
-        weights = [parameter for parameter in network.parameters() if id(parameter) not in physical]
+        physical = _physical(network)
+        weights = [parameter for name, parameter in network.named_parameters() if name not in physical]
         rate, epochs = self.settings["learning_rate"], self.settings["epochs"]
         optimizer = torch.optim.AdamW(
             [
                 {"params": weights, "weight_decay": _WEIGHT_DECAY},
-                {"params": [*network.physical, *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
+                {"params": [*physical.values(), *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
             ],
             lr=rate,
         )
@@ -145,7 +187,7 @@ class TrainableStepTime(StepTime):
                 huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
                 loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
                 prior = (machines.factor / sigma).square().sum() / 2
-                loss = loss + prior * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
+                loss = loss + prior * _NOISE**2 / len(runs) + _HOST_PRIOR * _prior_of(network)
                 loss = loss + _HALF_LAW * self._half_over_tf32(network, packed)
                 optimizer.zero_grad()
                 loss.backward()
@@ -176,8 +218,23 @@ class TrainableStepTime(StepTime):
         for rows in (half, tf32):
             log_roofline = torch.maximum(rows[:, _COLUMN["log_compute_s"]], rows[:, _COLUMN["log_traffic_s"]])
             rows[:, _COLUMN["log_roofline_s"]] = log_roofline
-            both.append(log_roofline + network.log_inefficiency_alone(self.standardised(rows), names))
+            read = network.read(torch.cat([self.standardised(rows), network.name(names)], dim=1))
+            both.append(log_roofline + network.own(read)[:, 0])  # without neighbours
         return torch.relu(both[0].detach() - both[1]).square().mean()
+
+
+def _physical(network: GraphNetwork) -> dict[str, nn.Parameter]:
+    """The seconds that are parameters themselves, by name."""
+    return {name: parameter for name, parameter in network.heads.items() if not name.startswith(("own.", "out."))}
+
+
+def _prior_of(network: GraphNetwork) -> torch.Tensor:
+    """Squared distances of kinds from their phase's mean, and ten times those of the constants from their start. Shape: ().
+
+    Rare kinds stay at the mean. What one kind of network has in each step is not taken for the host's constant.
+    """
+    start = torch.tensor(START_CONSTANT_S).log()
+    return network.kind.square().sum() + 10 * (network.constant - start).square().sum()
 
 
 def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:

@@ -15,13 +15,12 @@ import pandas as pd
 
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard_models.calibration import NEW_GPU, Calibration
-from perfguard_models.learner import Learner
+from perfguard_models.learner import CPU_PREFIX, Learner
 from perfguard_models.step_time import StepTime
-from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import calibrated, judged
 from perfguard_research.leaderboard import as_lists, entries, fit_scores, predictions_of
-from perfguard_research.learners import OnEpoch, learner_class
+from perfguard_research.learners import OnEpoch, learner_class, write_trained
 
 _FEWEST_RUNS = 20
 _ON_NEW_GPUS = 4.0

@@ -16,15 +16,21 @@ from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard.exceptions import PredictorError
 from perfguard_models import guardnet
 from perfguard_models.fine_tuning import CONFIG, FineTuned, LearntRun, fine_tune
+from perfguard_models.learner import FittedModel
 from perfguard_models.step_time import StepTime
-from perfguard_models.trained import step_of
 
 T4 = resolve_device("t4")
 
 
 @functools.cache
+def weights() -> FittedModel:
+    return guardnet.read_weights(guardnet.WEIGHTS / "step-time")
+
+
 def learner() -> StepTime:
-    return guardnet.load()._weights["cuda"].step_time
+    found = weights().learner
+    assert isinstance(found, StepTime)
+    return found
 
 
 @functools.cache
@@ -41,7 +47,7 @@ def graph_of(kind: str, width: int, batch: int) -> OpGraph:
 
 def run_of(kind: str, width: int, batch: int, factor: float) -> LearntRun:
     """A run that takes ``factor`` times as long as predicted."""
-    step = step_of(learner(), graph_of(kind, width, batch), T4)
+    step = weights().step(graph_of(kind, width, batch), T4)
     predicted = float(learner().predict([step])["time"][0])
     return LearntRun(f"{kind} {width} {batch}", T4.id, step, predicted, predicted + math.log(factor))
 

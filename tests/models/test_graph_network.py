@@ -22,7 +22,7 @@ def step_of(graph: OpGraph) -> Step:
 def network_of(rounds: int, seed: int = 0) -> tuple[StepTime, GraphNetwork]:
     """A learner, and one network of it with random weights everywhere."""
     torch.manual_seed(seed)
-    learner = StepTime(rounds=rounds, trees=0)
+    learner = StepTime(hidden=96, rounds=rounds, bound=0.3)
     learner.scale[1] = 1.0
     network = learner.network
     for parameter in (network.own.weight, network.out.weight):

@@ -118,7 +118,7 @@ def wrong_shape(weights: Path) -> None:
         (lambda weights: rewrite_card(weights, sha256="0" * 64), "do not match the hash in their card"),
         (lambda weights: rewrite_tensors(weights, b"not a safetensors file"), "do not fit the predictor"),
         (wrong_shape, r"do not fit the predictor: (?s:.*)size mismatch for kind"),
-        (lambda weights: rewrite_card(weights, settings={"depth": 3}), "do not fit the predictor: TypeError.*depth"),
+        (lambda weights: rewrite_card(weights, settings={"depth": 3}), "do not fit the predictor: TypeError.*hidden"),
     ],
 )
 def test_wrong_weights_are_refused_with_reason(weights: Path, spoil: Callable[[Path], Any], reason: str) -> None:

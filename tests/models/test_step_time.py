@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from perfguard import OpGraph, TensorSpec, Workload, resolve_device, trace
-from perfguard_models import guardnet, trained
+from perfguard_models import guardnet
 from perfguard_models.graph_network import Clocks
-from perfguard_models.learner import Step
+from perfguard_models.learner import FittedModel, Step
 from perfguard_models.step_time import StepTime
-from perfguard_models.trained import read_trained
 from tests.models.oracle import step_s_by_simulation
 
 CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")
@@ -26,8 +25,12 @@ TOLERANCE = 1e-4
 
 
 @functools.cache
+def weights() -> FittedModel:
+    return guardnet.read_weights(guardnet.WEIGHTS / "step-time")
+
+
 def shipped() -> StepTime:
-    learner = read_trained(guardnet.WEIGHTS / "step-time").learner
+    learner = weights().learner
     assert isinstance(learner, StepTime)
     return learner
 
@@ -55,7 +58,7 @@ def graph_of(network: str, *, batch: int = 32, width: int = 128, depth: int = 2,
 
 
 def step_of(graph: OpGraph, card: str) -> Step:
-    return trained.step_of(shipped(), graph, resolve_device(card))
+    return weights().step(graph, resolve_device(card))
 
 
 def log_step_s(graph: OpGraph, card: str) -> npt.NDArray[np.float64]:

@@ -15,11 +15,12 @@ from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
 from perfguard_models.calibration import OPERATOR, on_new_gpu
 from perfguard_models.learner import column
-from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
+from perfguard_models.trees import Forest
 from perfguard_research.dataset import Run
 from perfguard_research.intervals import calibrated
 from perfguard_research.learners import NAMES, Trainable, learner_class
 from perfguard_research.memory_forest import TrainableMemory
+from perfguard_research.trees import forest_of_bagging, forest_of_boosting, tensors_of
 from tests.laws import fitted, some_runs
 
 
@@ -97,7 +98,7 @@ def test_trees_as_arrays_say_what_scikit_learn_says(table: tuple[Any, Any]) -> N
 
 def test_trees_that_lead_astray_are_refused(table: tuple[Any, Any]) -> None:
     x, y = table
-    tensors = forest_of_boosting(HistGradientBoostingRegressor(max_iter=3).fit(x, y)).tensors("t")
+    tensors = tensors_of({"t": forest_of_boosting(HistGradientBoostingRegressor(max_iter=3).fit(x, y))})
     number = x.shape[1]
     assert np.array_equal(
         Forest.from_tensors(tensors, "t", number).predict(x), Forest.from_tensors(dict(tensors), "t", number).predict(x)

@@ -20,9 +20,8 @@ from perfguard.graph import OP_KINDS, OpGraph, Phase, StorageKind
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Predictor
 from perfguard_models.calibration import NEW_GPU, Calibration
-from perfguard_models.trained import write_trained
 from perfguard_research.dataset import Run, folds
-from perfguard_research.learners import learner_class
+from perfguard_research.learners import learner_class, write_trained
 from perfguard_research.operators import Operator
 from perfguard_research.papers import served
 from perfguard_research.papers.dnnperf import NodeEdgeEncoder

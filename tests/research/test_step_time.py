@@ -15,7 +15,7 @@ from perfguard_models.features import Arrays
 from perfguard_models.features.launches import launches
 from perfguard_models.features.step import step_features
 from perfguard_models.learner import sums_table
-from perfguard_models.step_forest import DIRECTIONS, forest_columns
+from perfguard_models.trees import DIRECTIONS, forest_columns
 from perfguard_research.dataset import Run
 from perfguard_research.step_time import TrainableStepTime
 from tests.doubles import TOY_CPU

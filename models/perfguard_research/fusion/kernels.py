@@ -35,8 +35,9 @@ from torch_geometric.utils import scatter
 from perfguard.devices import Device
 from perfguard.graph import OpGraph, roofline_s
 from perfguard_models.features.operators import COLUMNS, NAMES, operator_columns
-from perfguard_models.weight_files import fitting, read_pair, write_pair
+from perfguard_models.learner import fitting, read_pair
 from perfguard_research.dataset import drawn, usable_rows
+from perfguard_research.learners import write_pair
 from perfguard_research.operators import Operator
 from perfguard_research.tables import MeasuredRow
 

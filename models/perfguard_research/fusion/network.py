@@ -26,7 +26,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphSizeNorm
 
 from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, StorageKind
-from perfguard_models.weight_files import fitting, read_pair
+from perfguard_models.learner import fitting, read_pair
 
 FORMAT = 1
 SIZES = ("log_input", "log_output", "log_weights", "log_flops", "readers", "writers", "rank", "log_last", "log_first")

@@ -26,10 +26,9 @@ from torch import nn
 from torch_geometric.data import Batch
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.weight_files import write_pair
 from perfguard_research.fusion.labels import LabelledGraph, read_labels
 from perfguard_research.fusion.network import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of
-from perfguard_research.learners import batches
+from perfguard_research.learners import batches, write_pair
 
 _FOLDS = 5
 _HIDDEN = 64

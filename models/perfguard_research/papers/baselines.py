@@ -12,9 +12,10 @@ import torch
 from perfguard_models.features import FeatureSet
 from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
-from perfguard_models.trees import Forest, forest_of_boosting, forests_in, tensors_of
+from perfguard_models.trees import Forest, forests_in
 from perfguard_research.dataset import ALL_TABLES, STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
+from perfguard_research.trees import forest_of_boosting, tensors_of
 
 _FEWEST_ROWS = 20
 _PHYSICS = {"memory": "log_reserved", "time": "log_roofline"}

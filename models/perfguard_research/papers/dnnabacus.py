@@ -22,10 +22,11 @@ import torch
 from perfguard.graph import OP_KINDS
 from perfguard_models.features import FeatureSet
 from perfguard_models.learner import TARGETS, Example, Predicted, State
-from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting, forests_in, tensors_of
+from perfguard_models.trees import Forest, forests_in
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
 from perfguard_research.papers.layers import GLOBAL_COLUMNS, LAYERS, trains
+from perfguard_research.trees import forest_of_bagging, forest_of_boosting, tensors_of
 
 _NUMBER = len(OP_KINDS)
 _PARTS = 3

@@ -11,11 +11,10 @@ from pathlib import Path
 from perfguard.devices import Device
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
+from perfguard_models.calibration import Setting
 from perfguard_models.learner import TARGETS as QUANTITIES
-from perfguard_models.learner import share_of
-from perfguard_models.setting import Setting
+from perfguard_models.learner import FittedModel, read_trained, share_of
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import FittedModel, read_trained, step_of
 from perfguard_research.learners import WEIGHTS, learner_class
 
 _UNKNOWN_LOG_SIGMA = 1.0
@@ -70,7 +69,7 @@ class Served:
     def _raw(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
         """Each quantity's logarithm (or logit) and standard deviation, from physics where the learner has no answer."""
         learner, card, calibration = self._trained
-        predicted = learner.predict([step_of(learner, graph, device)])
+        predicted = learner.predict([self._trained.step(graph, device)])
         known, group = device.id in card["trained_devices"], Setting.of(graph, device).group
         physics = {
             "memory": math.log(graph.peak_live_bytes + device.context_bytes),
@@ -99,7 +98,7 @@ def load(name: str, path: str | Path | None = None) -> Served:
     Raises:
         PredictorError: if the files are refused.
     """
-    return Served(read_trained(Path(path or WEIGHTS / name), learner_of=learner_class))
+    return Served(read_trained(Path(path or WEIGHTS / name), learner_class))
 
 
 # With the shipped weights, for the entry points of `perfguard.predictors`.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
-from perfguard_models.setting import Setting, timed_as_any
+from perfguard_models.calibration import Setting, timed_as_any
 
 GPU = resolve_device("rtx3090")
 
