@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,14 +123,12 @@ class FineTuned:
             header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["perfguard"])
             if header["format"] != FORMAT:
                 raise ValueError("they were made by another version of PerfGuard")
-            if not all(bool(value.isfinite().all()) for value in tensors.values()):
-                raise ValueError("they have values that are not finite")
             network = copy.deepcopy(learner.network)
             for name, head in network.heads.items():
                 head.data.copy_(tensors[f"network.{name}"].reshape(head.shape))
             factors = {name.removeprefix("factor."): f.reshape(2) for name, f in tensors.items() if name.startswith("factor.")}
             held_out, shift = {str(key): float(value) for key, value in header["held_out"].items()}, float(header["shift"])
-            if not all(map(math.isfinite, (shift, *held_out.values()))):
+            if not all(bool(value.isfinite().all()) for value in (*tensors.values(), torch.tensor([shift, *held_out.values()]))):
                 raise ValueError("they have values that are not finite")
             return cls(str(header["made_for"]), network, factors, held_out, shift)
 
@@ -154,7 +151,7 @@ class _Encoded(NamedTuple):
             return found._replace(shipped=found._log_s(learner.network, _USUAL))
 
     def _log_s(self, network: GraphNetwork, machine: Tensor) -> Tensor:
-        return network.clocks(self.packed, self.read, self.z).log_step_s(self.packed.is_launch, machine)
+        return network.clocks(self.packed, self.read, self.z).log_step_s(machine)
 
     def corrections(self, network: GraphNetwork, machine: Tensor) -> Tensor:
         """What ``network`` adds to the log seconds of the prediction. Shape: (B,)."""

@@ -27,8 +27,8 @@ Shapes: B steps, R nodes of all steps together, E edges, N launches of the longe
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -46,12 +46,6 @@ with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a scr
 NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
 """The operator's, the device's, and whether it is a CPU."""
 _LOG_INEFFICIENCY = -3.0, 6.0
-_START_S = {"latency": 4e-6, "dependent": 10e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
-START_CONSTANT_S = 200e-6, 400e-6
-_START_CLOCK_POWER = 0.1
-"""Where learning starts."""
-_SHARPNESS = 0.02
-"""Temperature of the smooth maximum while learning, as a share of the longest path."""
 
 
 class Packed(NamedTuple):
@@ -97,6 +91,11 @@ class PathTimes(NamedTuple):
         return np.asarray(self.start_s + self.copy_s + self.op_time_s.sum(axis=-1))
 
 
+def longest_of(paths: Tensor) -> Tensor:
+    """The longest of each step's paths; 0 of a step without operators. Shapes: (B, N) → (B,)."""
+    return paths.amax(1) if paths.shape[1] else paths.sum(1)
+
+
 class Clocks(NamedTuple):
     """The times of B steps on a usual machine, in seconds."""
 
@@ -106,23 +105,17 @@ class Clocks(NamedTuple):
     copy_s: Tensor  # shape: (B,), of the batch
     is_cpu: Tensor  # shape: (B,), 0 or 1
 
-    def log_step_s(self, is_launch: Tensor, machine: Tensor, *, smooth: bool = False) -> Tensor:
+    def log_step_s(self, machine: Tensor, *, longest_of: Callable[[Tensor], Tensor] = longest_of) -> Tensor:
         """Log seconds of each step on machines whose host and device take exp(``machine``) times as long.
 
         Args:
-            is_launch: 0 beyond the end of a step. Shape: (B, N).
             machine: log factors of the host and the device. Shape: (B, 2), or (2,) for all alike.
-            smooth: with a smooth maximum, which has a gradient for every path.
+            longest_of: the longest of the paths. Training has a smooth maximum, with a gradient for every path. (B, N) → (B,)
         """
         host, device = machine[..., :1].exp(), machine[..., 1:].exp()
         host_s, device_s = self.host_s * host, self.device_s * device
         path = host_s.cumsum(1) + device_s.flip(1).cumsum(1).flip(1)
-        longest = path.amax(1) if path.shape[1] else path.sum(1)  # a step without operators has no path
-        if smooth:
-            temperature = _SHARPNESS * longest.detach()[:, None]
-            closed = torch.where(is_launch > 0, path / temperature, -1e9)
-            longest = (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
-        longest = torch.where(self.is_cpu > 0, (host_s + device_s).sum(1), longest)
+        longest = torch.where(self.is_cpu > 0, (host_s + device_s).sum(1), longest_of(path))
         return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
 
     def longest_path(self) -> PathTimes:
@@ -193,19 +186,14 @@ class GraphNetwork(nn.Module):
         self.node = nn.Sequential(nn.Linear(hidden, channels), nn.SiLU())
         self.rounds = nn.ModuleList(OperatorConv(channels, messages) for _ in range(rounds))
         self.out = nn.Linear(channels, 1)
-        for head, start in ((self.own, 0.7), (self.out, 0.0)):
-            nn.init.zeros_(head.weight)
-            nn.init.constant_(head.bias, start)
-        # Each with a row for GPUs and one for CPUs.
-        self.phase = nn.Parameter(torch.full((2, len(Phase)), math.log(_START_S["host"])))
+        # Logarithms of seconds, with a row for GPUs and one for CPUs. `perfguard_research.step_time` has where they start.
+        self.phase = nn.Parameter(torch.zeros(2, len(Phase)))
         self.kind = nn.Parameter(torch.zeros(2, HOST_KINDS // len(Phase), len(Phase)))
-        self.view, self.latency, self.dependent = (
-            nn.Parameter(torch.full((2,), math.log(_START_S[name]))) for name in ("view", "latency", "dependent")
-        )
-        self.constant = nn.Parameter(torch.tensor([START_CONSTANT_S] * 2).log())  # of inference and of training
-        self.copy = nn.Parameter(torch.tensor(math.log(_START_S["copy"])))
+        self.view, self.latency, self.dependent = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        self.constant = nn.Parameter(torch.zeros(2, 2))  # of inference and of training
+        self.copy = nn.Parameter(torch.zeros(()))  # of a byte
         self.compiled = nn.Parameter(torch.zeros(()))
-        self.clock_power = nn.Parameter(torch.tensor(_START_CLOCK_POWER**0.5))  # squared, so that it is never negative
+        self.clock_power = nn.Parameter(torch.zeros(()))  # squared, so that it is never negative
 
     @property
     def heads(self) -> dict[str, nn.Parameter]:

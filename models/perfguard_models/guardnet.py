@@ -1,9 +1,9 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
-Time has a graph network and trees (`step_time`). Memory has the replay, and trees (`memory_forest`) on CPUs and where cuDNN tries
-algorithms. They are trained on many measured runs and ship with the package. Their residuals on a particular machine (a slower
-host, a constant factor, a region) are small and smooth. A process on an embedding of the graph learns them from the first few
-trials, in closed form, with an uncertainty. From ten runs on, gradient steps move the network's heads (`fine_tuning`).
+Time has a graph network and trees (`step_time`). Memory has the replay, and trees on CPUs and where cuDNN tries algorithms. They
+are trained on many measured runs and ship with the package (`raw_prediction`). Their residuals on a particular machine (a slower
+host, a constant factor, a region) are small and smooth. A process on an embedding of the graph (`residual`) learns them from the
+first few trials, in closed form, with an uncertainty. From ten runs on, gradient steps move the network's heads (`fine_tuning`).
 
     log value = shipped weights + fine-tuning + process, conditioned on the runs of the device
 """
@@ -26,21 +26,11 @@ import torch
 
 from perfguard.devices import Device
 from perfguard.exceptions import PredictorError
-from perfguard.graph import (
-    OpGraph,
-    memory_parts,
-)
+from perfguard.graph import OpGraph, memory_parts
 from perfguard.predictor import SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.fine_tuning import FineTuned, LearntRun, fine_tune
 from perfguard_models.learner import CPU_PREFIX, FittedModel, Learner, read_trained
-from perfguard_models.raw_prediction import (
-    PHYSICS,
-    PRIOR,
-    RawPrediction,
-    Weights,
-    gp_inputs,
-    scale_of,
-)
+from perfguard_models.raw_prediction import PHYSICS, PRIOR, RawPrediction, Weights, gp_inputs, scale_of
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.step_time import StepTime
 from perfguard_models.torch_isolation import undisturbed
@@ -92,7 +82,9 @@ def load(path: str | Path | None = None) -> GuardNet:
     shipped = [WEIGHTS / name for name in (MEMORY, CPU_PREFIX + MEMORY, TIME)]
     found: dict[tuple[str, str], FittedModel] = {}
     for each in [*shipped, *([] if path is None else [Path(path)])]:
-        found |= _by_kind(read_weights(each))
+        trained = read_weights(each)
+        for device in trained.card["trained_devices"]:
+            found["cpu" if device == "cpu" else "cuda", trained.learner.name] = trained
     return GuardNet({kind: Weights(found[kind, MEMORY], found[kind, TIME]) for kind in ("cuda", "cpu")})
 
 
@@ -111,12 +103,6 @@ def read_weights(path: Path) -> FittedModel:
         return learners[name]
 
     return read_trained(path, learner_of)
-
-
-def _by_kind(trained: FittedModel) -> dict[tuple[str, str], FittedModel]:
-    """The weights, by the kind of device and the name of the learner."""
-    kinds = {"cpu" if device == "cpu" else "cuda" for device in trained.card["trained_devices"]}
-    return {(kind, trained.learner.name): trained for kind in kinds}
 
 
 class GuardNet:
@@ -267,9 +253,9 @@ class GuardNet:
         inputs = gp_inputs(
             raws,
             target,
-            regime=torch.tensor([float(row.regime) for row, _ in known], dtype=torch.float64),
-            scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
-            setting=torch.tensor([_setting_of(row.graph) for row, _ in known], dtype=torch.float64),
+            regime=[float(row.regime) for row, _ in known],
+            scale=[scale_of(own.total, prior.total) for own in priors],
+            setting=[_setting_of(row.graph) for row, _ in known],
         )
         tuned = self._tuned  # another thread may replace it
         if tuned is None or target != "time":
@@ -306,7 +292,7 @@ class GuardNet:
         if posterior is not None:
             of_the_process, before = posterior.prior.total, torch.tensor([log_sigma], dtype=torch.float64)
             scale = scale_of(log_sigma, of_the_process)
-            inputs = gp_inputs([raw], target, regime=posterior.regime, scale=scale, setting=_setting_of(graph))
+            inputs = gp_inputs([raw], target, regime=float(posterior.regime), scale=scale, setting=_setting_of(graph))
             means, log_sigmas = posterior.at(inputs)
             # The process has one prior; a graph may be harder or easier than those that it was made for.
             log_sigmas = log_sigmas * before / of_the_process / scale

@@ -32,7 +32,7 @@ LARGEST_BYTES = 64 * 2**20
 CPU_PREFIX = "cpu-"
 """Begins the names of weights for CPUs."""
 Floats = npt.NDArray[np.float64]
-TARGETS = ("memory", "time", "gpu_util", "sm_active")
+QUANTITIES = ("memory", "time", "gpu_util", "sm_active")
 """Predicted quantities. Memory and time are logarithms of bytes and seconds, utilisation is the logit of a share."""
 Predicted = dict[str, Floats]
 """Predictions for each step by target: log bytes, log seconds, or the logit of a share. NaN: no prediction.

@@ -319,9 +319,9 @@ def gp_inputs(
     raws: Sequence[RawPrediction],
     target: str,
     *,
-    regime: torch.Tensor,
-    scale: torch.Tensor | float,
-    setting: torch.Tensor | float,
+    regime: Sequence[float] | float,
+    scale: Sequence[float] | float,
+    setting: Sequence[float] | float,
 ) -> GPInputs:
     """Inputs of the residual process for n steps. A single number holds for all of them."""
     columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(raws)) for column in (regime, scale, setting, 0.0))

@@ -22,7 +22,7 @@ from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, LAUNCHES
 from perfguard_models.features.step import SUMS
 from perfguard_models.graph_network import NODE_COLUMNS, Clocks, GraphNetwork, Packed, PathTimes
-from perfguard_models.learner import TARGETS, Example, Floats, Predicted, State, Step, sums_table
+from perfguard_models.learner import QUANTITIES, Example, Floats, Predicted, State, Step, sums_table
 from perfguard_models.trees import StepForest
 
 _LAUNCHES_A_BATCH = 40_000
@@ -71,7 +71,7 @@ class StepTime:
         log_s = np.full((len(_MACHINES), len(runs)), np.nan)
         for indices in batches_of(runs, range(len(runs))):
             log_s[:, indices] = self.log_step_s([runs[index] for index in indices])
-        unknown = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        unknown = {target: np.full(len(runs), np.nan) for target in QUANTITIES}
         return unknown | {"time": log_s[0], "spread time": log_s.std(0)}
 
     def log_step_s(self, runs: Sequence[Example]) -> Floats:
@@ -89,12 +89,11 @@ class StepTime:
         packed = self.pack(runs)
         with torch.inference_mode():
             clocks: Clocks = self.network(packed)
-            log_s = torch.stack([clocks.log_step_s(packed.is_launch, machine) for machine in _MACHINES])
+            log_s = torch.stack([clocks.log_step_s(machine) for machine in _MACHINES])
             path = clocks.longest_path()
         found = log_s.double().numpy()
-        some = np.flatnonzero(self.share_of_network(runs) < 1).tolist()
-        if self.forest is not None and some:
-            found[:, some] += (self.forest.predict(sums_table([runs[at] for at in some])) - found[0, some]) / 2
+        if self.forest is not None:
+            found += (1 - self.share_of_network(runs)) * (self.forest.predict(sums_table(runs)) - found[0])
         least_s = np.array([least_products_s(run.view) for run in runs])
         found += np.log(np.maximum(least_s / np.exp(found[0]), 1.0))  # all machines alike: what is not known stays so
         return found, clocks.device_s.double().numpy(), path

@@ -10,7 +10,7 @@ import pandas as pd
 
 from perfguard.predictor import COVERAGE, HALF_INTERVAL
 from perfguard_models.calibration import CPU, NEW_GPU, OPERATOR, Calibration, on_new_gpu
-from perfguard_models.learner import TARGETS, Predicted
+from perfguard_models.learner import QUANTITIES, Predicted
 from perfguard_research.dataset import Fold, Run
 
 _FEWEST = 100
@@ -48,7 +48,7 @@ def judged(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> pd.
             }
             for at, (fold, predicted) in enumerate(predictions)
             for position, index in enumerate(fold.judge)
-            for target in TARGETS
+            for target in QUANTITIES
         ]
     )
     lines["log_sigma"] = math.nan

@@ -7,6 +7,7 @@ the network learns its host, too.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import Counter
@@ -19,7 +20,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from torch import nn
 
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HALF_OVER_FLOAT
-from perfguard_models.graph_network import START_CONSTANT_S, Clocks, GraphNetwork, Packed
+from perfguard_models.graph_network import Clocks, GraphNetwork, Packed, longest_of
 from perfguard_models.learner import State, Step, sums_table
 from perfguard_models.step_time import StepTime, batches_of, columns_of, trees_apply
 from perfguard_models.trees import DIRECTIONS, VERSION, StepForest, forest_columns, rough_time, start_of
@@ -27,6 +28,12 @@ from perfguard_research.dataset import Run
 from perfguard_research.learners import OnEpoch, labels_of
 from perfguard_research.trees import forest_of_boosting, tensors_of
 
+_START_S = {"phase": 15e-6, "latency": 4e-6, "dependent": 10e-6, "view": 2e-6, "copy": 1 / 6e9}
+_START_CONSTANT_S = 200e-6, 400e-6
+_START_CLOCK_POWER, _START_LOG_INEFFICIENCY = 0.1, 0.7
+"""Where learning starts."""
+_SHARPNESS = 0.02
+"""Temperature of the smooth maximum, as a share of the longest path."""
 _RUNS_A_BATCH = 16
 _OPERATORS_A_BATCH = 64
 _HUBER = 0.2
@@ -105,6 +112,19 @@ class TrainableStepTime(StepTime):
             device_sigma=device_sigma, trees=trees, seed=seed,
         )  # fmt: skip
 
+    def new_network(self) -> GraphNetwork:
+        """A network that has not learnt yet."""
+        network = super().new_network()
+        with torch.no_grad():
+            for head, start in ((network.own, _START_LOG_INEFFICIENCY), (network.out, 0.0)):
+                nn.init.zeros_(head.weight)
+                nn.init.constant_(head.bias, start)
+            for name, seconds in _START_S.items():
+                getattr(network, name).fill_(math.log(seconds))
+            network.constant.copy_(torch.tensor(_START_CONSTANT_S).log())
+            network.clock_power.fill_(_START_CLOCK_POWER**0.5)
+        return network
+
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """See :class:`perfguard_research.learners.Trainable`."""
         tensors = {"scale": self.scale}
@@ -181,8 +201,9 @@ class TrainableStepTime(StepTime):
                 some = [runs[index] for index in batch]
                 packed = self.pack(some)
                 clocks: Clocks = network(packed)
+                smooth = functools.partial(smooth_longest_of, is_launch=packed.is_launch)
                 measured = torch.tensor([run.labels["time"] for run in some])
-                error = clocks.log_step_s(packed.is_launch, machines.of(some), smooth=True) - measured
+                error = clocks.log_step_s(machines.of(some), longest_of=smooth) - measured
                 own = weight[batch]
                 huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
                 loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
@@ -223,6 +244,13 @@ class TrainableStepTime(StepTime):
         return torch.relu(both[0].detach() - both[1]).square().mean()
 
 
+def smooth_longest_of(paths: torch.Tensor, *, is_launch: torch.Tensor) -> torch.Tensor:
+    """A maximum of the paths with a gradient for each; ``is_launch`` is 0 beyond the end of a step. Shapes: (B, N) → (B,)."""
+    temperature = _SHARPNESS * longest_of(paths).detach()[:, None]
+    closed = torch.where(is_launch > 0, paths / temperature, -1e9)
+    return (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
+
+
 def _physical(network: GraphNetwork) -> dict[str, nn.Parameter]:
     """The seconds that are parameters themselves, by name."""
     return {name: parameter for name, parameter in network.heads.items() if not name.startswith(("own.", "out."))}
@@ -233,7 +261,7 @@ def _prior_of(network: GraphNetwork) -> torch.Tensor:
 
     Rare kinds stay at the mean. What one kind of network has in each step is not taken for the host's constant.
     """
-    start = torch.tensor(START_CONSTANT_S).log()
+    start = torch.tensor(_START_CONSTANT_S).log()
     return network.kind.square().sum() + 10 * (network.constant - start).square().sum()
 
 

@@ -11,6 +11,7 @@ from perfguard_models.features.launches import EDGE_COLUMNS, launches
 from perfguard_models.graph_network import GraphNetwork, OperatorConv
 from perfguard_models.learner import Step
 from perfguard_models.step_time import StepTime
+from perfguard_research.step_time import TrainableStepTime
 
 A100 = resolve_device("a100")
 
@@ -22,7 +23,7 @@ def step_of(graph: OpGraph) -> Step:
 def network_of(rounds: int, seed: int = 0) -> tuple[StepTime, GraphNetwork]:
     """A learner, and one network of it with random weights everywhere."""
     torch.manual_seed(seed)
-    learner = StepTime(hidden=96, rounds=rounds, bound=0.3)
+    learner = TrainableStepTime(rounds=rounds, trees=0)
     learner.scale[1] = 1.0
     network = learner.network
     for parameter in (network.own.weight, network.out.weight):

@@ -14,9 +14,10 @@ from torch import nn
 
 from perfguard import OpGraph, TensorSpec, Workload, resolve_device, trace
 from perfguard_models import guardnet
-from perfguard_models.graph_network import Clocks
+from perfguard_models.graph_network import Clocks, longest_of
 from perfguard_models.learner import FittedModel, Step
 from perfguard_models.step_time import StepTime
+from perfguard_research.step_time import smooth_longest_of
 from tests.models.oracle import step_s_by_simulation
 
 CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")
@@ -116,9 +117,9 @@ def test_step_time_equals_simulation(seed: int) -> None:
     host_s, device_s = (
         [(10.0 ** random.uniform(-6, -3, size=length)).tolist() for length in (1, 2, 7, 50, 200)] for _ in range(2)
     )
-    clocks, is_launch = clocks_of(host_s, device_s)
+    clocks, _ = clocks_of(host_s, device_s)
     machines = torch.from_numpy(random.normal(0, 0.5, size=(5, 2))).float()
-    found = clocks.log_step_s(is_launch, machines).exp()
+    found = clocks.log_step_s(machines).exp()
     for at, (host, device) in enumerate(machines.exp().tolist()):
         ends = step_s_by_simulation([host * one for one in host_s[at]], [device * one for one in device_s[at]])
         assert float(found[at]) == pytest.approx(ends + 100e-6 * host + 7e-6, rel=1e-5)
@@ -129,11 +130,12 @@ def test_step_on_cpu_takes_the_sum_of_all_times(smooth: bool) -> None:
     """A CPU is its own host: nothing overlaps."""
     host_s, device_s = [[1e-5, 2e-5], [3e-5]], [[4e-5, 5e-5], [1e-6]]
     clocks, is_launch = clocks_of(host_s, device_s, is_cpu=True)
-    found = clocks.log_step_s(is_launch, torch.tensor([math.log(2), 0.0]), smooth=smooth).exp()
+    longest = functools.partial(smooth_longest_of, is_launch=is_launch) if smooth else longest_of
+    found = clocks.log_step_s(torch.tensor([math.log(2), 0.0]), longest_of=longest).exp()
     expected = [2 * (sum(host) + 100e-6) + sum(device) + 7e-6 for host, device in zip(host_s, device_s, strict=True)]
     assert found.tolist() == pytest.approx(expected)
     path = clocks.longest_path()
-    assert path.total_s.tolist() == pytest.approx(clocks.log_step_s(is_launch, torch.zeros(2)).exp().tolist())
+    assert path.total_s.tolist() == pytest.approx(clocks.log_step_s(torch.zeros(2)).exp().tolist())
 
 
 def test_step_in_a_batch_equals_step_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from perfguard_models.features import FeatureSet
 from perfguard_models.features.step import STEP_FEATURES, SUMS
-from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
+from perfguard_models.learner import QUANTITIES, Example, Predicted, State, column, sums_table
 from perfguard_models.trees import Forest, forests_in
 from perfguard_research.dataset import ALL_TABLES, STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
@@ -41,7 +41,7 @@ class Roofline:
                 self._factors[name] = float(np.nanmedian(ratio[groups == name]))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        found = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        found = {target: np.full(len(runs), np.nan) for target in QUANTITIES}
         for target in _PHYSICS:
             factors = [self._factors.get(name, np.nan) for name in _groups(runs, target)]
             found[target] = _physics(runs, target) + np.array(factors)
@@ -82,7 +82,7 @@ class Trees:
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         x = sums_table(runs)
-        for target in TARGETS:
+        for target in QUANTITIES:
             y = labels_of(runs, target) - _physics(runs, target)
             known = ~np.isnan(y)
             if known.sum() >= _FEWEST_ROWS:
@@ -99,7 +99,7 @@ class Trees:
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._forests:
             raise RuntimeError(f"{self.name} was not fitted.")
-        found = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        found = {target: np.full(len(runs), np.nan) for target in QUANTITIES}
         for target, forest in self._forests.items():
             found[target] = forest.predict(sums_table(runs)) + _physics(runs, target)
         return found

@@ -21,7 +21,7 @@ import torch
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.features import FeatureSet
-from perfguard_models.learner import TARGETS, Example, Predicted, State
+from perfguard_models.learner import QUANTITIES, Example, Predicted, State
 from perfguard_models.trees import Forest, forests_in
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch, labels_of
@@ -60,7 +60,7 @@ class DNNAbacus:
         ]
         runs = [run for run in runs if trains(run.view)]
         x = _table(runs)
-        for target in TARGETS:
+        for target in QUANTITIES:
             y = labels_of(runs, target)
             known = ~np.isnan(y)
             if known.sum() >= 2 * _PARTS:
@@ -74,7 +74,7 @@ class DNNAbacus:
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if not self._members:
             raise RuntimeError(f"{self.name} was not fitted.")
-        found = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        found = {target: np.full(len(runs), np.nan) for target in QUANTITIES}
         own = [at for at, run in enumerate(runs) if trains(run.view)]
         x = _table([runs[at] for at in own])
         for target, weights in self._weights.items() if own else ():

@@ -26,7 +26,7 @@ from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.features import Arrays, FeatureSet
-from perfguard_models.learner import TARGETS, Example, Predicted, State
+from perfguard_models.learner import QUANTITIES, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
 from perfguard_research.learners import OnEpoch, batches, labels_of, shuffled
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
@@ -138,15 +138,15 @@ class GraphLearner(ABC):
     def predict(self, runs: Sequence[Example]) -> Predicted:
         if self._network is None:
             raise RuntimeError(f"{self.name} was not fitted.")
-        out = torch.full((len(runs), len(TARGETS)), math.nan, dtype=torch.float64)
+        out = torch.full((len(runs), len(QUANTITIES)), math.nan, dtype=torch.float64)
         own = [at for at, run in enumerate(runs) if self._applies(run)]
-        columns = [TARGETS.index(target) for target in self.targets]
+        columns = [QUANTITIES.index(target) for target in self.targets]
         for start in range(0, len(own), 500):  # the scaled features of all would be much
             some = own[start : start + 500]
             scaled = self._outputs([self._graph(runs[at].view) for at in some], range(len(some)))
             limited = scaled.clamp(self._labels[2], self._labels[3]) * self._labels[1] + self._labels[0]
             out[torch.tensor(some)[:, None], torch.tensor(columns)] = limited.double()
-        return {target: out[:, at].numpy() for at, target in enumerate(TARGETS)}
+        return {target: out[:, at].numpy() for at, target in enumerate(QUANTITIES)}
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         if self._network is None:

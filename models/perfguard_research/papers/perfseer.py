@@ -29,7 +29,7 @@ from torch_geometric.nn import SoftmaxAggregation, global_max_pool, global_mean_
 from torch_geometric.utils import scatter
 
 from perfguard_models.features import Arrays
-from perfguard_models.learner import TARGETS, Example, Predicted
+from perfguard_models.learner import QUANTITIES, Example, Predicted
 from perfguard_research.dataset import STEPS, Run
 from perfguard_research.learners import OnEpoch
 from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner
@@ -48,7 +48,7 @@ class PerfSeer(GraphLearner):
 
     name = "perfseer"
     tables = (*STEPS, "perceptron")
-    targets = TARGETS
+    targets = QUANTITIES
 
     def make_network(self, hidden: int) -> nn.Module:
         return _SeerNetMulti(hidden, len(self.targets))

@@ -12,8 +12,7 @@ from perfguard.devices import Device
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models.calibration import Setting
-from perfguard_models.learner import TARGETS as QUANTITIES
-from perfguard_models.learner import FittedModel, read_trained, share_of
+from perfguard_models.learner import QUANTITIES, FittedModel, read_trained, share_of
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_research.learners import WEIGHTS, learner_class
 
