@@ -246,8 +246,8 @@ class GuardNet:
         if not known:
             return None
         raws = [self._raw(row.graph, row.device) for row, _ in known]
-        predicted = torch.tensor([raw.of[target].log_value for raw in raws], dtype=torch.float64)
-        measured = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64)
+        apart = [math.log(value) - raw.of[target].log_value for (_, value), raw in zip(known, raws, strict=True)]
+        y = torch.tensor(apart, dtype=torch.float64)
         priors = [raw.of[target].prior for raw in raws]
         prior = prior or sorted(priors, key=lambda one: one.total)[len(priors) // 2]
         inputs = gp_inputs(
@@ -259,12 +259,11 @@ class GuardNet:
         )
         tuned = self._tuned  # another thread may replace it
         if tuned is None or target != "time":
-            return _Residuals(prior, inputs, measured - predicted)
+            return _Residuals(prior, inputs, y)
         own = torch.from_numpy(self._corrections(tuned, target, raws, known[0][0].device))
-        held_out = [tuned.held_out.get(row.decision_id) for row, _ in known]
-        without = torch.tensor([math.nan if one is None else one for one in held_out], dtype=torch.float64)
-        without = torch.where(without.isnan(), own, without)
-        return _Residuals(prior, inputs._replace(memorised=own - without), measured - predicted - without)
+        held_out = [tuned.held_out.get(row.decision_id, float(there)) for (row, _), there in zip(known, own, strict=True)]
+        without = torch.tensor(held_out, dtype=torch.float64)
+        return _Residuals(prior, inputs._replace(memorised=own - without), y - without)
 
     def _learn(
         self,

@@ -38,6 +38,7 @@ _EMBEDDED = (
 )  # fmt: skip
 """Step features in the embedding of the residual process: name, middle and width."""
 _EMBEDDED_INDEX = [STEP_FEATURES.index(name) for name, _, _ in _EMBEDDED]
+_MIDDLES, _WIDTHS = (np.array(values) for values in list(zip(*_EMBEDDED, strict=True))[1:])
 _TIME_SHARES = (
     *(name for name in STEP_FEATURES if name.startswith(("time_", "name_", "product_"))),
     *(name for name in STEP_FEATURES if name.startswith("conv_") and not name.startswith("conv_log_")),
@@ -45,6 +46,7 @@ _TIME_SHARES = (
 )  # fmt: skip
 """Shares of the roofline, and flags, from which the process computes similarity."""
 _TIME_SHARES_INDEX = [STEP_FEATURES.index(name) for name in _TIME_SHARES]
+_PHYSICS_INDEX = [STEP_FEATURES.index(name) for name in ("log_reserved", "log_live")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,11 @@ class Weights:
         log_step_s, device_s, path = self._clocks(graph, step, device)
         is_timed = not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
         machines = (log_step_s[[1, 3]] - log_step_s[0]) * PROCESS.machine_trust
-        time = RawEstimate(float(log_step_s[0]), self._time_sigma(log_step_s, setting, device), machines, is_timed)
+        known_gpu = device.id in self._time.card["trained_devices"]
+        sigma = self._time.calibration.log_sigma("time", setting.group, float(log_step_s.std()), known_gpu=known_gpu)
+        if device.kind == "cpu" and not self.trained_on(device):
+            sigma = math.hypot(sigma, PHYSICS.new_cpu_log_sigma)
+        time = RawEstimate(float(log_step_s[0]), sigma, machines, is_timed)
         log_bytes, memory_sigma, is_read = self._memory_by_trees(graph, step, setting, device) or memory_by_replay(graph, device)
         physics = physics_of(step.view["sums"], log_bytes)
         if device.kind == "cpu":
@@ -222,12 +228,6 @@ class Weights:
         if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
             log_step_s = np.maximum(log_step_s, clocks.log_step_s([self._time.step(graph, catalog()[card])]))
         return log_step_s[:, 0], device_s[0], PathTimes(*(part[0] for part in path))
-
-    def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> float:
-        known_gpu = device.id in self._time.card["trained_devices"]
-        sigma = self._time.calibration.log_sigma("time", setting.group, float(log_step_s.std()), known_gpu=known_gpu)
-        is_new_cpu = device.kind == "cpu" and not self.trained_on(device)
-        return math.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
 
     def _knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         """Whether the weights were trained on compiled runs like ``graph``, whatever its sizes.
@@ -352,14 +352,13 @@ def embedding_of(sums: npt.NDArray[np.float32]) -> Floats:
 
     Distances within both halves count alike, whatever their number of columns.
     """
-    middles, widths = (np.array([row[part] for row in _EMBEDDED]) for part in (1, 2))
-    sizes = (sums[_EMBEDDED_INDEX].astype(np.float64) - middles) / widths
+    sizes = (sums[_EMBEDDED_INDEX].astype(np.float64) - _MIDDLES) / _WIDTHS
     shares = sums[_TIME_SHARES_INDEX].astype(np.float64) / PROCESS.share_length
     return np.concatenate([half * math.sqrt((len(sizes) + len(shares)) / len(half)) for half in (sizes, shares)])
 
 
 def physics_of(sums: npt.NDArray[np.float32], log_bytes: float) -> Floats:
     """Log reserved and live bytes minus ``log_bytes``, and the share of a constant gibibyte in them. Shape: (3,)."""
-    physics = sums[[STEP_FEATURES.index(name) for name in ("log_reserved", "log_live")]].astype(np.float64)
+    physics = sums[_PHYSICS_INDEX].astype(np.float64)
     apart = np.clip(physics - log_bytes, -PROCESS.farthest, PROCESS.farthest)
     return np.array([*apart, min(2**30 / math.exp(physics[0]), PROCESS.most_gibibytes)])

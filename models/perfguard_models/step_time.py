@@ -92,8 +92,9 @@ class StepTime:
             log_s = torch.stack([clocks.log_step_s(machine) for machine in _MACHINES])
             path = clocks.longest_path()
         found = log_s.double().numpy()
-        if self.forest is not None:
-            found += (1 - self.share_of_network(runs)) * (self.forest.predict(sums_table(runs)) - found[0])
+        share = self.share_of_network(runs)
+        if self.forest is not None and share.min(initial=1.0) < 1:
+            found += (1 - share) * (self.forest.predict(sums_table(runs)) - found[0])
         least_s = np.array([least_products_s(run.view) for run in runs])
         found += np.log(np.maximum(least_s / np.exp(found[0]), 1.0))  # all machines alike: what is not known stays so
         return found, clocks.device_s.double().numpy(), path
