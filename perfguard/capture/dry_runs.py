@@ -4,6 +4,8 @@
     the server      forked before the first trial, so before this process has touched a GPU; forks a child for each dry run
     a child         runs the objective on the stage, sends what it saw, and ends without a trace
 
+Where no process can be forked, a new one makes one dry run, in the place of both (`spawned.py`).
+
 Messages to the server and the child are (word, content); those from them are (number of the dry run, word, content).
 
 A child that hangs, dies or takes too much memory costs its limit, and its trial runs unguarded, with the cause.
@@ -16,7 +18,6 @@ import faulthandler
 import gc
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -31,10 +32,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import psutil
+
 from perfguard.capture.sandbox import leave_databases, leave_files, write_nothing
 from perfguard.exceptions import CaptureError, TooLargeError
 
 if TYPE_CHECKING:
+    from perfguard.capture.spawned import Spawned
     from perfguard.devices import Device
     from perfguard.workload import CapturedTrial
 
@@ -89,6 +93,9 @@ class DryRuns:
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._server = 0
+        self._finalizer: Any = None
+        self._spawned: Spawned | None = None
+        """None: the server is forked."""
         self.most_failed = most_failed
         self._num_failed = 0
         self._num_failed_late = 0
@@ -104,17 +111,26 @@ class DryRuns:
         self._spares = spares
 
     def start(self) -> None:
-        """Fork the server, unless it runs. Call it before the first trial.
+        """Start the server, unless it runs. Call it before the first trial.
 
         Raises:
-            CaptureError: if this system cannot fork.
+            CaptureError: if none can be forked, and the objective cannot be sent to a new process.
         """
         if self._server:
             return
-        if not hasattr(os, "fork"):
-            raise CaptureError("This system has no fork, so no objective can be dry-run. Describe what trials run: build=...")
-        here, there = Pipe()
+        if can_fork():
+            with suppress(OSError, CaptureError):
+                self._fork()
+                return
+        from perfguard.capture.spawned import Spawned
+
+        self._spawned = Spawned(self._objective, self._device)
+        self._pipe, self._server = self._spawned.pipe, self._spawned.pid
+        self._finalizer = weakref.finalize(self, self._spawned.end, os.getpid())
+
+    def _fork(self) -> None:
         keeps_autograd = autograd_refuses_forks()
+        here, there = Pipe()
         self._server = fork(keeps_autograd=keeps_autograd)
         if not self._server:
             here.close()
@@ -127,7 +143,7 @@ class DryRuns:
         """End the server, and the dry run that it may be in. So does the end of this object."""
         if self._pipe is not None:
             self._finalizer()
-            self._pipe, self._server = None, 0
+            self._pipe, self._server, self._spawned = None, 0, None
 
     def afford(self, trial_s: float, *, share: float = 0.05) -> None:
         """Let a dry run take a ``share`` of a trial of ``trial_s`` seconds. Who trains for hours may set up for minutes."""
@@ -135,7 +151,7 @@ class DryRuns:
 
     def judges_late(self, problem: Exception) -> bool:
         """Whether a trial whose dry run has shown nothing but ``problem`` is to be judged at its first forward pass."""
-        may_help = isinstance(problem, CaptureError) and not isinstance(problem, SelfEnded) and hasattr(os, "fork")
+        may_help = isinstance(problem, CaptureError) and not isinstance(problem, SelfEnded) and can_fork()
         return may_help and self._num_failed_late < self.most_failed
 
     def note_first_forward(self, found: CapturedTrial | Exception, set_up_s: float) -> None:
@@ -166,7 +182,6 @@ class DryRuns:
             found = self._foresee(answer, answers) if params is None else self._recall(params)
             if found is None:
                 answers.clear()
-                self.start()
                 found = self._run(answer, answers, spares=self._spares)
                 self._remember(answers, found)
             if isinstance(found, Exception):
@@ -243,6 +258,21 @@ class DryRuns:
 
     def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
         """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones."""
+        try:
+            return self._converse(answer, answers, spares=spares)
+        finally:
+            if self._spawned is not None:
+                self.close()
+                with suppress(CaptureError):  # the next one loads while the trial runs
+                    self.start()
+
+    def _converse(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
+        try:
+            self.start()
+            if self._spawned is not None:
+                self._spawned.await_start()
+        except CaptureError as error:
+            return error
         pipe = self._pipe
         assert pipe is not None
         self._num_runs += 1
@@ -250,9 +280,9 @@ class DryRuns:
         try:
             pipe.send(("run", (self._num_runs, most_s, spares)))
             while True:
-                if not pipe.poll(most_s + 10):  # the server itself is stuck
+                if problem := self._await_word(pipe, began, most_s):
                     self.close()
-                    return CaptureError("the process for dry runs does not answer")
+                    return CaptureError(problem)
                 number, word, content = pipe.recv()
                 if number != self._num_runs:  # the last word of a dry run before
                     continue
@@ -279,8 +309,14 @@ class DryRuns:
             self.close()
             raise
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise pickle.PicklingError("DryRuns belong to one process.")
+    def _await_word(self, pipe: Connection, began: float, most_s: float) -> str:
+        """Wait for a message, and return why there is none. Empty: there is one, or its sender has ended."""
+        if self._spawned is not None:
+            return self._spawned.await_word(began, most_s, self._most_bytes)
+        return "" if pipe.poll(most_s + 10) else "the process for dry runs does not answer"  # the server itself is stuck
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # they belong to one process, so a guard that is sent to another has none
 
 
 def _exactly(answers: Mapping[str, Answer]) -> Any:
@@ -312,7 +348,10 @@ def _serve(
             number, most_s, spares = content
             child = fork(keeps_autograd=keeps_autograd)
             if not child:
-                _dry_run(pipe, number, objective, device, spares)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                leave_files()
+                dry_run(pipe, number, objective, device, spares)
+                os._exit(HAS_SENT)
             problem = await_child(child, most_s, most_bytes, parent)
             os.killpg(0, signal.SIGTERM)  # processes that the objective has started
             if problem:
@@ -333,6 +372,11 @@ def _end_server(server: int, pipe: Connection, owner: int) -> None:
         os.killpg(server, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(server, 0)
+
+
+def can_fork() -> bool:
+    """Whether this system has a fork. Windows has none."""
+    return hasattr(os, "fork")
 
 
 def autograd_refuses_forks(*, most_seconds: float = 5.0) -> bool:
@@ -394,7 +438,7 @@ def say_nothing() -> None:
 
 def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: Callable[[float], object] = time.sleep) -> str:
     """Wait for a child, and return why it has not sent what it saw. Empty: it has."""
-    began, pause, before = time.monotonic(), 0.001, _resident_bytes(os.getpid())
+    began, pause, before = time.monotonic(), 0.001, resident_bytes(os.getpid())
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended and os.WIFSIGNALED(status):
@@ -402,13 +446,10 @@ def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: C
         if ended:
             code = os.WEXITSTATUS(status)
             return "" if code == HAS_SENT else f"the objective has ended the process of its dry run (exit status {code})"
-        if time.monotonic() - began > most_s:
-            problem = f"the dry run of the objective did not end within {most_s:g} s"
-        elif _resident_bytes(child) - before > most_bytes:
-            problem = f"the dry run of the objective took more than {most_bytes / 2**30:.3g} GiB of host memory"
-        elif os.getppid() != parent:
+        problem = beyond_limits(child, began, before, most_s, most_bytes)
+        if not problem and os.getppid() != parent:
             problem = "nobody waits for it"
-        else:
+        if not problem:
             wait(pause)
             pause = min(2 * pause, 0.01)
             continue
@@ -417,14 +458,24 @@ def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: C
         return problem
 
 
-def _resident_bytes(process: int) -> int:
+def beyond_limits(process: int, began: float, before: int, most_s: float, most_bytes: int) -> str:
+    """Return which limit a dry run has passed that ``began`` with ``before`` bytes of memory. Empty: none."""
+    if time.monotonic() - began > most_s:
+        return f"the dry run of the objective did not end within {most_s:g} s"
+    if resident_bytes(process) - before > most_bytes:
+        return f"the dry run of the objective took more than {most_bytes / 2**30:.3g} GiB of host memory"
+    return ""
+
+
+def resident_bytes(process: int) -> int:
+    """Return the host memory of a process. 0: it has ended."""
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):  # no Linux, or it has just ended
+        return int(psutil.Process(process).memory_info().rss)
+    except psutil.Error:
         return 0
 
 
-def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], device: Device, spares: bool) -> NoReturn:
+def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: Device, spares: bool) -> None:
     """Run in the child: capture the objective, and send what it shows."""
     process = os.getpid()
 
@@ -440,14 +491,11 @@ def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], 
             os._exit(HAS_SENT)
         return value
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    leave_files()
     found = seen(lambda: objective(ask), device, spares=spares)
     try:
         send("failed" if isinstance(found, Exception) else "captured", found)
     except Exception as error:
         send("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}"))
-    os._exit(HAS_SENT)
 
 
 def seen(run: Callable[[], object], device: Device, *, spares: bool) -> CapturedTrial | Exception:

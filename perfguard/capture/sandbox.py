@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -79,7 +80,6 @@ def leave_shared_memory(*, most_bytes: int = 2**26) -> None:
 
 def write_nothing() -> None:
     """Keep this process from changing any file: what it opens for writing is the null device. Trackers are switched off."""
-    import resource
     import shutil
 
     import safetensors.torch
@@ -150,6 +150,8 @@ def write_nothing() -> None:
     for name in ("save_file", "serialize_file"):
         setattr(safetensors.torch, name, nothing)
     torch.save, torch.load = save, load
-    # Files that are open already, and libraries that write by themselves: logs, databases.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with suppress(ImportError):  # Windows, where a new process has no files open
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files that are open, and libraries that write by themselves
     _MultiProcessingDataLoaderIter._shutdown_workers = nothing  # type: ignore[method-assign] # they work for the process before

@@ -79,8 +79,7 @@ def _run(path: str, words: Sequence[str], world_size: int | None, asks: bool, as
             os.environ |= torchrun_variables(*stated, gpus_of_a_node()) | {**os.environ}
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.dont_write_bytecode = True
-    signal.signal(signal.SIGALRM, _stop)  # before the process is killed, which could not name the line
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    _set_alarm(MOST_SECONDS)  # before the process is killed, which could not name the line
     said = io.StringIO()
     said.fileno = lambda: 2  # type: ignore[method-assign]  # for faulthandler and others, which want a real file
     try:
@@ -92,7 +91,7 @@ def _run(path: str, words: Sequence[str], world_size: int | None, asks: bool, as
             status = f"status {end.code if isinstance(end.code, int) else 1}: {words_of_end}"
             raise ExitError(status).with_traceback(end.__traceback__) from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _set_alarm(0)
 
 
 class ExitError(Exception):
@@ -101,6 +100,12 @@ class ExitError(Exception):
 
 def _has_no_parameters(*question: object) -> Answer:
     raise AssertionError(question)
+
+
+def _set_alarm(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):  # Windows has none
+        signal.signal(signal.SIGALRM, _stop)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -121,5 +121,5 @@ def _high_water_mark() -> int:
 def _trim_heap() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory in its arenas, where it still counts as resident
-    except (AttributeError, OSError):  # not glibc
+    except (AttributeError, OSError, TypeError):  # not glibc
         pass

@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-import resource
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -62,11 +61,15 @@ def main() -> None:
     except Exception as error:  # whatever a damaged file leads to, here or in C++, is a reason to refuse it
         reason = _reason(error) or type(error).__name__
         text = json.dumps({"problem": f"is no ONNX model, or damaged: {reason}", "mend": "Export or download it again."})
-    os.pwrite(1, text.encode(), PLACE_BYTES)
+    _write(text.encode(), PLACE_BYTES)
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Bound this process."""
+    """Bound this process. On Windows nothing does, but for who waits."""
+    try:
+        import resource
+    except ImportError:
+        return
     answer_bytes = PLACE_BYTES + MOST_ANSWER_BYTES
     limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_FSIZE: answer_bytes}
     for kind, limit in limits.items():
@@ -76,7 +79,12 @@ def _limit(memory_bytes: int, cpu_s: int) -> None:
 
 def _at(place: str) -> None:
     """Leave word of where the work is."""
-    os.pwrite(1, place.encode(errors="replace")[:PLACE_BYTES].ljust(PLACE_BYTES), 0)
+    _write(place.encode(errors="replace")[:PLACE_BYTES].ljust(PLACE_BYTES), 0)
+
+
+def _write(text: bytes, at: int) -> None:
+    os.lseek(1, at, os.SEEK_SET)
+    os.write(1, text)
 
 
 def _label(node: onnx.NodeProto, index: int) -> str:

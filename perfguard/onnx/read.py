@@ -35,6 +35,8 @@ _TYPES = {
     "UINT2": ("uint2", 2), "INT2": ("int2", 2),
 }  # fmt: skip
 """torch's name and the number of bits of ONNX's element types."""
+_TOO_LONG = -getattr(signal, "SIGXCPU", 24)
+"""Exit status of a child that has taken too long. Windows has no such signal."""
 _BITS = dict(_TYPES.values())
 
 
@@ -190,7 +192,7 @@ def _ask(path: Path, request: Mapping[str, Any], *, place_bytes: int = 256, most
             text = json.dumps(request).encode()
             code = subprocess.run(command, input=text, env=environment, timeout=wall_s, check=False, **output).returncode
         except subprocess.TimeoutExpired:
-            code = -signal.SIGXCPU
+            code = _TOO_LONG
         except OSError as error:
             raise OnnxError(path, f"cannot be read: no child process starts ({error})", "Free memory or processes.") from None
         file.seek(0)
@@ -204,7 +206,7 @@ def _ask(path: Path, request: Mapping[str, Any], *, place_bytes: int = 256, most
         return answer
     if "is_out_of_memory" in answer:
         ended = f"takes more than {format_bytes(request['memory_bytes'])} of memory"
-    elif code == -signal.SIGXCPU:
+    elif code == _TOO_LONG:
         ended = f"takes more than {request['cpu_s']} s"
     else:
         ended = f"stops the onnx library (exit status {code})"
