@@ -40,7 +40,7 @@ def capture_script(
     """Return what a training script with these words would run on ``device``. It runs in a process of its own.
 
     Args:
-        path: the script.
+        path: the script, or "-m" and the name of a module.
         words: what it gets.
         device: where it would run.
         world_size: number of processes, of which it is the first. None: the environment or the script itself says it.
@@ -51,7 +51,9 @@ def capture_script(
         CaptureError: if the dry run does not show it. The message names the line where it ended.
         TooLargeError: if a tensor of the script does not fit into any memory.
     """
-    if "mlflow" in Path(path).read_text(errors="replace") and find_spec("mlflow"):
+    module = _module_of(path)
+    file = Path(path if module is None else module.replace(".", "/") + ".py")
+    if file.is_file() and "mlflow" in file.read_text(errors="replace") and find_spec("mlflow"):
         import mlflow  # noqa: F401  # a dry run silences what was imported before it
     run = functools.partial(_run, path, words, world_size, choose is not None)
     runs = DryRuns(run, device, most_seconds=MOST_SECONDS + 5, spares=spares)
@@ -77,14 +79,18 @@ def _run(path: str, words: Sequence[str], world_size: int | None, asks: bool, as
         else:  # whoever states these two need not state the others, which libraries ask for
             stated = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
             os.environ |= torchrun_variables(*stated, gpus_of_a_node()) | {**os.environ}
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    module = _module_of(path)
+    sys.path.insert(0, str(Path.cwd() if module else Path(path).resolve().parent))
     sys.dont_write_bytecode = True
     _set_alarm(MOST_SECONDS)  # before the process is killed, which could not name the line
     said = io.StringIO()
     said.fileno = lambda: 2  # type: ignore[method-assign]  # for faulthandler and others, which want a real file
     try:
         with redirect_stderr(said):
-            runpy.run_path(path, run_name="__main__")
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):  # argparse has said why
             words_of_end = end.code if isinstance(end.code, str) else (said.getvalue().strip().splitlines() or [""])[-1]
@@ -92,6 +98,10 @@ def _run(path: str, words: Sequence[str], world_size: int | None, asks: bool, as
             raise ExitError(status).with_traceback(end.__traceback__) from None
     finally:
         _set_alarm(0)
+
+
+def _module_of(path: str) -> str | None:
+    return path.removeprefix("-m ") if path.startswith("-m ") else None
 
 
 class ExitError(Exception):

@@ -14,6 +14,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -42,11 +43,14 @@ if TYPE_CHECKING:
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that name a network and how it is run."""
     parser.epilog = f"A script's own words follow --: {parser.prog} train.py -- --batch-size 64"
-    parser.add_argument(
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
         "source",
+        nargs="?",
         metavar="FILE.py|FILE.py:BUILD|FILE.onnx",
         help="training script, function build(params) -> Workload, or an ONNX file",
     )
+    subject.add_argument("-m", dest="module", metavar="PACKAGE.MODULE", help="a script that is a module, as for python -m")
     parser.add_argument(
         "--batch-size", type=whole_number, metavar="N", help="batch of an ONNX file; build gets it as params['batch_size']"
     )
@@ -139,11 +143,13 @@ def is_onnx(arguments: argparse.Namespace) -> bool:
 
 def is_script(arguments: argparse.Namespace) -> bool:
     """Whether it is a training script, which is dry-run."""
-    return bool(Path(arguments.source).suffix == ".py")
+    return bool(arguments.module or Path(arguments.source).suffix == ".py")
 
 
 def check_subject(arguments: argparse.Namespace) -> None:
     """Check the words of :func:`add_subject_arguments` together, without importing torch."""
+    if arguments.module:
+        arguments.source = f"-m {arguments.module}"
     if is_script(arguments):
         path = arguments.source
         for name in ("batch_size", "set", "dim", "mode", "precision", "tf32"):
@@ -170,7 +176,11 @@ def check_subject(arguments: argparse.Namespace) -> None:
                 "Expected FILE.py:BUILD, for instance examples/models.py:resnet, a script FILE.py, or FILE.onnx, but got "
                 f"{arguments.source!r}."
             )
-    if not Path(path).is_file():
+    if arguments.module:
+        package = arguments.module.partition(".")[0]
+        if PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:  # to find what is in it would import it
+            raise ConfigurationError(f"There is no module or package {package!r}.")
+    elif not Path(path).is_file():
         raise ConfigurationError(f"There is no file {path!r}.")
 
 

@@ -96,6 +96,36 @@ def test_script_is_predicted_as_the_workload_that_describes_it(write: Write, cap
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
+def test_module_runs_as_by_python_m(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its relative imports work, and what it imports is found from the folder of the command."""
+    write("")
+    package = Path("trainer")
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "deep" / "__init__.py").write_text("")
+    (package / "sizes.py").write_text("from size_of_data import NUM_ROWS\n")
+    text = TRAINING.replace("from size_of_data import", "from ..sizes import")
+    (package / "deep" / "__main__.py").write_text(text)
+    (package / "deep" / "run.py").write_text(text)
+    for name in ("trainer.deep.run", "trainer.deep"):
+        assert main(["dry-run", "-m", name, *GPU, "--json", "--", "--batch-size", "64"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["flops"], document["steps"]) == (described(64).flops, 300)
+    assert "trainer" not in sys.modules
+    assert main(["check", "-m", "trainer.deep", *GPU, "--max-trial-time", "1ms"]) == 1
+    assert main(["check", "-m", "trainer.shallow", *GPU]) == 3
+    assert "-m trainer.shallow ends with ImportError: No module named trainer.shallow" in capsys.readouterr().out
+    assert main(["check", "-m", "traner.deep", *GPU]) == 2
+    assert "There is no module or package 'traner'" in capsys.readouterr().err
+    assert main(["check", "-m", "trainer.deep", *GPU, "--batch-size", "8"]) == 2
+
+
+@pytest.mark.parametrize("words", [["-m", "trainer", "train.py"], []])
+def test_one_subject_is_named(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", *words])
+
+
 def test_larger_evaluation_decides_the_memory(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     script = write(TRAINING)
     for rows, phases in (("6400", ["the evaluation", "a training step"]), ("8", ["a training step", "the evaluation"])):
