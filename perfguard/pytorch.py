@@ -92,6 +92,18 @@ def objects_of(kind: Any) -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
+def hook_optimizers_of_fastai() -> None:
+    """Let the optimizers of fastai, if it is imported, call PyTorch's hooks around each step. They are not PyTorch's own."""
+    kind: Any = getattr(sys.modules.get("fastai.optimizer"), "Optimizer", None)
+    if kind is None or hasattr(kind, "_optimizer_step_pre_hooks"):
+        return
+    from torch.optim import Optimizer
+
+    kind._optimizer_step_pre_hooks, kind._optimizer_step_post_hooks = {}, {}  # of one optimizer
+    kind._optimizer_step_code = Optimizer._optimizer_step_code
+    kind.step = Optimizer.profile_hook_step(kind.step)
+
+
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector for the block.

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 
 from perfguard.capture import stage
+from perfguard.capture.fastai_learner import begun_anew
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
 from perfguard.pytorch import objects_of
@@ -142,12 +143,13 @@ class Loaders:
             loader = next((each for each in loaders if each._index_sampler is iterator._index_sampler), None)
             if loader is None and iterator._auto_collation:  # `for batch in DataLoader(...)` keeps the iterator alone
                 loader = _loader_of(iterator)
-            if loader is None:
+            own: Any = begun_anew(iterator) if loader is None else dataloader.DataLoader.__iter__(loader)  # without workers
+            if own is None:
                 continue
-            own = dataloader.DataLoader.__iter__(loader)  # the workers are those of the process before
+            loader = own._loader
             with _disable_current_modes(), suppress(StopIteration):
                 for _ in range(number):
-                    own._next_data() if loader._dataset_kind == dataloader._DatasetKind.Iterable else next(own._sampler_iter)
+                    own._next_data() if own._dataset_kind == dataloader._DatasetKind.Iterable else next(own._sampler_iter)
             iterator.__class__, iterator.__dict__ = type(own), vars(own)
             self._passes[loader] = _Pass(num_batches=number)
             if number != begun.get(iterator, 0):

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
+from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.host import HostUse
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.trainers import follow_trainers
@@ -372,6 +373,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
             if device.kind == "cuda":
                 trl_on_meta(replace)
             follow_trainers(replace, loaders)
+            follow_fastai(replace, loaders, host.recorder, _read_alone)
 
         follow_libraries()
         replace(nn.Parameter, "__new__", _making_on_meta)
@@ -476,24 +478,27 @@ def _following(own: Any, follow: Callable[[], object]) -> Any:
 
 
 def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
-    """A dry run reads few batches, so no worker is started for them."""
-
     def __iter__(self: Any) -> Any:
         loaded(self, "begins")
-        changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
-        before = {name: getattr(self, name) for name in changed}
-        try:
-            for name, value in changed.items():
-                setattr(self, name, value)
-            with _disable_current_modes():
-                iterator = _SingleProcessDataLoaderIter(self)
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
-        iterator._loader = self  # type: ignore[attr-defined]
+        iterator = _read_alone(self)
+        iterator._loader = self
         return iterator
 
     return __iter__
+
+
+def _read_alone(loader: Any) -> Any:
+    """A dry run reads few batches, so no worker is started for them."""
+    changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
+    before = {name: getattr(loader, name) for name in changed}
+    try:
+        for name, value in changed.items():
+            setattr(loader, name, value)
+        with _disable_current_modes():
+            return _SingleProcessDataLoaderIter(loader)
+    finally:
+        for name, value in before.items():
+            setattr(loader, name, value)
 
 
 def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], use: HostUse) -> Any:

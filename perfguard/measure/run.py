@@ -20,6 +20,7 @@ from perfguard.measure.cpu import CpuProbe
 from perfguard.measure.gpu import GpuProbe
 from perfguard.measure.measurement import Measurement, Probe, RanOn, Reading, Status
 from perfguard.pace import Pace
+from perfguard.pytorch import hook_optimizers_of_fastai
 
 _lock = threading.Lock()
 _active: WeakValueDictionary[int, Run] = WeakValueDictionary()
@@ -68,6 +69,7 @@ class Run:
         self._thread = threading.get_ident()
         with _lock:
             _install_optimizer_hook()
+            hook_optimizers_of_fastai()
             alive = {thread.ident for thread in threading.enumerate()}
             for thread in [thread for thread in _active if thread not in alive]:
                 del _active[thread]  # its thread ended without finishing it
