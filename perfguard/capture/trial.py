@@ -30,6 +30,7 @@ from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
+from perfguard.capture.stops import Stops
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
@@ -121,6 +122,8 @@ class Watch:
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
         self.host = HostTensors(device, self._recorder)
+        self._stops = Stops()
+        self.host.values.on_unknown = self._stops.note_value
         self._placement = Placement(device, self._recorder, self.host)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
@@ -338,6 +341,8 @@ class Watch:
             return
         if len(self.marks) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
             gc.collect()
+        if len(self.marks) < 3:
+            self._stops.note_step()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self.host.num_copies)
         self._batches.append(len(self.host.batches))
@@ -430,10 +435,12 @@ class Watch:
             phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
             judged += spans
         phases |= self._largest_beside(judged)
-        per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
+        stop = self._stops.where()
+        unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
+        per_epoch, steps = self.loaders.steps(is_over=not unseen)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
-        return CapturedTrial(training, phases, per_epoch, steps, self.unseen, len(self._stepped), *size, ranks, host_memory)
+        return CapturedTrial(training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory)
 
     def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:
         """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""

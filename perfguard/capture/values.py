@@ -53,6 +53,8 @@ class Values:
         self.most_elements = most_elements
         self._known: weakref.WeakKeyDictionary[Any, _Value] = weakref.WeakKeyDictionary()
         """By the storage on meta."""
+        self.on_unknown: Callable[[], object] = lambda: None
+        """Called as the host reads what depends on a network."""
 
     def remember(self, twin: torch.Tensor, source: torch.Tensor, *, is_sure: bool = True) -> None:
         """Note that ``twin`` on meta has the values of ``source``."""
@@ -67,6 +69,8 @@ class Values:
         """Return what the host reads of ``tensor``. What is not known is 0."""
         if not tensor.is_meta:
             return tensor
+        if not self.are_known(tensor):
+            self.on_unknown()
         with _disable_current_modes():
             found = self._of(tensor)
             if found is None:

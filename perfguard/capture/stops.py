@@ -1,0 +1,113 @@
+"""Stops: whether a value that no dry run knows ends the training loop, as in `while loss > 0.1`, or in early stopping.
+
+Such values are 0 in a dry run, so a loop that they end makes another number of steps there. It is found in the user's source: a
+loop around a step has an exit (`while` and its condition, or `break` or `return` in an `if`), and its condition depends on the
+value. What depends on it is what is assigned from it, or where it decides, and the object to whose method it is given.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+_NO_STOPS = ("isnan", "isinf", "isfinite", "should_prune")
+"""A condition on one of these ends no training that goes well, or is the tuner's."""
+_Place = tuple[str, int]
+"""A file and a line."""
+
+
+class Stops:
+    """Notes where the user's code reads values and makes steps."""
+
+    def __init__(self) -> None:
+        self._values: set[_Place] = set()
+        self._steps: set[_Place] = set()
+
+    def note_value(self) -> None:
+        """Note that the user's code reads a value of a network."""
+        self._values.update(_places())
+
+    def note_step(self) -> None:
+        """Note that an optimizer has made a step."""
+        self._steps.update(_places())
+
+    def where(self) -> str:
+        """Return the file and the line of the condition by which a value ends the loop. Empty: there is none."""
+        for name in sorted({name for name, _ in self._steps}):
+            steps, values = ({line for file, line in places if file == name} for places in (self._steps, self._values))
+            for loop in _loops_around(name, steps) if values else ():
+                if (line := _exit_by_value(loop, values)) is not None:
+                    return f"{Path(name).name}:{line}"
+        return ""
+
+
+def _places() -> Iterator[_Place]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if _is_of_user(frame.f_code.co_filename):
+            yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+@functools.cache
+def _is_of_user(name: str) -> bool:
+    libraries = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]))
+    return not name.startswith("<frozen") and not any(part in name for part in libraries)
+
+
+def _loops_around(name: str, lines: Set[int]) -> list[ast.For | ast.While]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(name)))
+    except SyntaxError:  # a notebook's own words
+        return []
+    loops = (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While)))
+    return [loop for loop in loops if any(loop.body[0].lineno <= line <= loop.body[-1].end_lineno for line in lines)]  # type: ignore[operator]
+
+
+def _exit_by_value(loop: ast.For | ast.While, values: Set[int]) -> int | None:
+    dependent: set[str] = set()
+
+    def depends(node: ast.AST | None) -> bool:
+        return node is not None and (
+            any(node.lineno <= line <= node.end_lineno for line in values)  # type: ignore[attr-defined]
+            or not dependent.isdisjoint(_names(node))
+        )
+
+    number = -1
+    while number != len(dependent):
+        number = len(dependent)
+        for node in ast.walk(loop):
+            if isinstance(node, (ast.If, ast.While)) and depends(node.test):
+                dependent.update(*map(_assigned, (*node.body, *node.orelse)))
+            elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.Expr)) and depends(node.value):
+                dependent.update(_assigned(node))
+    for node in ast.walk(loop):
+        if isinstance(node, (ast.If, ast.While)) and depends(node.test) and not _is_no_stop(node.test):
+            inside = (part for one in (*node.body, *node.orelse) for part in ast.walk(one))
+            if node is loop or (isinstance(node, ast.If) and any(isinstance(part, (ast.Break, ast.Return)) for part in inside)):
+                return node.lineno
+    return None
+
+
+def _is_no_stop(test: ast.expr) -> bool:
+    return any(name in ast.unparse(test) for name in _NO_STOPS)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
+
+
+def _assigned(node: ast.AST) -> set[str]:
+    """What is assigned within ``node``, and the objects whose methods are called there."""
+    found: set[str] = set()
+    for part in ast.walk(node):
+        if isinstance(part, (ast.Name, ast.Attribute)) and isinstance(part.ctx, ast.Store):
+            found.add(ast.unparse(part))
+        elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Call) and isinstance(part.value.func, ast.Attribute):
+            found.add(ast.unparse(part.value.func.value))
+    return found - {"self"}
