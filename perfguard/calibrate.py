@@ -25,7 +25,7 @@ from perfguard.measure import Measurement, Run
 from perfguard.measure.step import run_steps, step_of
 from perfguard.predictor import DEFAULT_PREDICTOR, Predictor
 from perfguard.verdict import EVEN_CHANCE
-from perfguard.workload import Workload, build_workload
+from perfguard.workload import Workload
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -54,8 +54,9 @@ def calibrate(
         for number, params in enumerate(steps):
             if time.monotonic() > ends_at:
                 break
-            describe = functools.partial(build_workload, build, params)
-            decision = guard.decide(describe, study=CALIBRATION, trial=number, params=params, threshold=EVEN_CHANCE)
+            decision = guard.decide(
+                guard.describe(build, params), study=CALIBRATION, trial=number, params=params, threshold=EVEN_CHANCE
+            )
             decided += 1
             if decision.verdict.action == "launch":
                 guard.learn(decision, measured_step(functools.partial(build, params), device))

@@ -1,8 +1,8 @@
 """The guard judges a workload against a budget before it is launched, and learns from what the launched ones cost.
 
-The way of a trial through this file: :meth:`Guard.decide` builds and traces the workload, :meth:`Guard.judge` predicts its graph
-and compares it with the budget, :meth:`Guard.record` logs the verdict. After the run, :meth:`Guard.learn` logs the measurement
-and conditions the predictor on the log.
+The way of a trial through this file: :meth:`Guard.describe` builds the workload, :meth:`Guard.decide` traces it,
+:meth:`Guard.judge` predicts its graph and compares it with the budget, :meth:`Guard.record` logs the verdict. After the run,
+:meth:`Guard.learn` logs the measurement and conditions the predictor on the log.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from perfguard.exceptions import (
 from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
-from perfguard.pytorch import gc_paused, too_large_named
+from perfguard.pytorch import gc_paused
 from perfguard.quantities import format_dollars, format_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.steps import Steps, steps_of_finished
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
-from perfguard.workload import AnyWorkload, CapturedTrial, Workload
+from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, Workload, build_workload
 
 if TYPE_CHECKING:
     import subprocess
@@ -256,6 +256,14 @@ class Guard:
             return self._real_steps.get(workload.graph.content_hash, workload.graph)
         return self._traces.trace(workload, target=self.device)
 
+    def describe(self, build: AnyBuild, params: Mapping[str, Any]) -> AnyWorkload | Exception:
+        """Return what a trial with ``params`` would run, or the error of ``build``. :meth:`decide` takes either."""
+        try:
+            found = build(params) if isinstance(build, CapturingBuild) else build_workload(build, params)
+            return self.with_steps(found, params)
+        except Exception as error:
+            return error
+
     def with_steps(self, workload: AnyWorkload, params: Mapping[str, Any]) -> AnyWorkload:
         """Return ``workload`` with the steps that ``epochs`` makes of those of an epoch, unless the user has stated its steps."""
         epochs = params.get(self.epochs) if isinstance(self.epochs, str) else self.epochs
@@ -417,8 +425,8 @@ class Guard:
 
     def _limits_of(self, workload: AnyWorkload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
         """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
-        return lambda prediction: self.budget.limits(
-            prediction,
+        return partial(
+            self.budget.limits,
             device=self.device,
             infers=workload is not None and workload.mode == "infer",
             steps_per_epoch=None if workload is None else workload.steps_per_epoch,
@@ -476,7 +484,7 @@ class Guard:
 
     def decide(
         self,
-        make_workload: Callable[[], AnyWorkload],
+        workload: AnyWorkload | Exception,
         *,
         study: str = "",
         trial: int | None = None,
@@ -486,12 +494,12 @@ class Guard:
         threshold: float | None = None,
         ran_out: Decision | None = None,
     ) -> Decision:
-        """Build, trace, judge and log one proposed trial.
+        """Trace, judge and log one proposed trial.
 
         Failures of the workload or the log never raise. A strict guard raises for a trial that cannot be judged.
 
         Args:
-            make_workload: a function without arguments that returns the Workload.
+            workload: what the trial would run, or why that is not known: see :meth:`describe`.
             study: name of the study, for the log.
             trial: number of the trial in the study. It is for the log alone.
             params: the trial's hyperparameters, for the log.
@@ -508,21 +516,20 @@ class Guard:
         steps: int | None = None
         unchecked: Mapping[str, str] = {}
         try:
-            workload: AnyWorkload | None = None
-            try:
-                with too_large_named():
-                    workload = self.with_steps(make_workload(), params or {})
-            except TooLargeError as error:  # a tensor that it makes is larger than any memory
-                least, accepted = LeastMemory.behind(error, self.device), self.threshold if threshold is None else threshold
+            if isinstance(workload, TooLargeError):  # a tensor that it makes is larger than any memory
+                least, accepted = LeastMemory.behind(workload, self.device), self.threshold if threshold is None else threshold
                 verdict = self.judge(least, self._limits_of(None, time_left_s), threshold=accepted)
                 if self.on_violation == "warn":
                     verdict = self._overrule(verdict)
+            elif isinstance(workload, Exception):
+                raise workload
             else:
+                workload = self.with_steps(workload, params or {})
                 steps = workload.steps
                 with suppress(TooLargeError):  # which is a verdict too; `_judge` gives it
                     graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
-                if workload is not None:
+                if not isinstance(workload, Exception):
                     if study != self._study:  # another study's far readings are believed under other conditions
                         self._learn_from_log(study)
                     verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)

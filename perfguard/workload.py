@@ -332,22 +332,6 @@ class CapturingBuild(Protocol):
 AnyBuild = Build | CapturingBuild
 
 
-def build_watched(build: AnyBuild, params: WatchedParams) -> AnyWorkload:
-    """Dry-run the objective, or call :func:`build_workload`."""
-    return build(params) if isinstance(build, CapturingBuild) else build_workload(build, params)
-
-
-def make_of(found: AnyWorkload | Exception) -> Callable[[], AnyWorkload]:
-    """Return a function that returns what a build has come to, or raises its error: :meth:`perfguard.Guard.decide` takes one."""
-
-    def make_workload() -> AnyWorkload:
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    return make_workload
-
-
 def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     """Call ``build(params)`` so that it allocates nothing: on the meta device where it can, as it stands where it cannot.
 

@@ -7,7 +7,6 @@ and :meth:`~KnownTrial.decide` asks the core. :meth:`~KnownTrial.end` measures t
 from __future__ import annotations
 
 import datetime
-import functools
 import inspect
 import math
 import threading
@@ -45,10 +44,8 @@ from perfguard.workload import (
     WatchedParams,
     Workload,
     announce_optimizer,
-    build_watched,
     did_you_mean,
     is_missing_parameter,
-    make_of,
     why_missing,
 )
 from perfguard_optuna.attributes import PREFIX, AnyTrial, attributes_of, has_verdict, write
@@ -193,14 +190,14 @@ class OptunaGuard:
             if name not in known:
                 raise ConfigurationError(f"Workload has no field {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
 
-        def make_workload() -> Workload:
-            assert model is not None
-            made = as_workload(model, batch, **workload)
-            announce_optimizer(made)
-            return made
-
-        known_trial = None if own is None else self.known(own.study, own)
-        return GuardedRun(self, known_trial, None if model is None else make_workload, Ranks.of(own, "inline"))
+        found: AnyWorkload | Exception | None = None
+        if model is not None:
+            try:
+                found = as_workload(model, batch, **workload)
+                announce_optimizer(found)
+            except Exception as error:  # the verdict says so
+                found = error
+        return GuardedRun(self, None if own is None else self.known(own.study, own), found, Ranks.of(own, "inline"))
 
     def known(self, study: optuna.Study, trial: AnyTrial) -> KnownTrial:
         """Return what is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name."""
@@ -360,13 +357,13 @@ class KnownTrial:
         build: AnyBuild | None,
         *,
         final: bool = True,
-        make_workload: Callable[[], AnyWorkload] | None = None,
+        found: AnyWorkload | Exception | None = None,
         keeps_pace: bool = False,
     ) -> bool:
         """Judge the trial and begin to measure it, unless that was done before. Return False if it cannot be judged yet.
 
-        ``make_workload`` describes what the trial runs, in the place of ``build``. With ``keeps_pace``, a step of an optimizer
-        raises as soon as the trial will break its time budget. The others are those of :meth:`judge`.
+        ``found`` is what the trial runs, in the place of ``build``, or why that is not known. With ``keeps_pace``, a step of an
+        optimizer raises as soon as the trial will break its time budget. The others are those of :meth:`judge`.
 
         Raises:
             optuna.TrialPruned: if the trial does not fit.
@@ -381,8 +378,8 @@ class KnownTrial:
             )
         self.owner.end_abandoned(self.study)
         decision = self.decision_now
-        if decision is None and make_workload is not None:
-            decision = self.decide(WatchedParams(self.trial.params), make_workload)
+        if decision is None and found is not None:
+            decision = self.decide(WatchedParams(self.trial.params), found)
         elif decision is None:
             decision = self.judge(build, final=final)
         if decision is None:
@@ -413,7 +410,7 @@ class KnownTrial:
         params = WatchedParams(self.trial.params)
         made = found if isinstance(found, Exception) else self.guard.with_steps(found, params)
         with nullcontext() if self.run is None else self.run.left_out(after_s=waited_s):
-            decision = self.decide(params, make_of(made))
+            decision = self.decide(params, made)
         if decision.verdict.action == "prune":
             self.run = None  # what it cost until now is not what it would have cost
             self.owner._running.pop(threading.get_ident(), None)
@@ -446,15 +443,13 @@ class KnownTrial:
             name, number = self.study.study_name, self.trial.number
             decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
             return self._keep(decision, params.given)
-        found: AnyWorkload | Exception
-        try:
-            found = self.guard.with_steps(build_watched(build, params), params)
-        except Exception as error:
-            if is_missing_parameter(error, params.given):
-                self.missing = {error.args[0]}
+        found = self.guard.describe(build, params)
+        if isinstance(found, Exception):
+            if is_missing_parameter(found, params.given):
+                self.missing = {found.args[0]}
                 return None
-            is_hopeless = isinstance(error, TooLargeError) and not params.missing
-            self.error = found = error
+            is_hopeless = isinstance(found, TooLargeError) and not params.missing
+            self.error = found
             if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
                 return None
         else:
@@ -462,7 +457,7 @@ class KnownTrial:
             if params.missing and not final:
                 return None
             self._warn_of_slips(params)
-        decision = self.decide(params, make_of(found))
+        decision = self.decide(params, found)
         self.owner.remember(self.study, params, decision.verdict)
         if isinstance(found, CapturedTrial) and decision.verdict.action != "prune":
             self.real_step = self.guard.watch(found)
@@ -478,17 +473,15 @@ class KnownTrial:
                     about=name,
                 )
 
-    def decide(self, params: WatchedParams, make_workload: Callable[[], AnyWorkload]) -> Decision:
+    def decide(self, params: WatchedParams, found: AnyWorkload | Exception) -> Decision:
         """Decide on what the trial would run, and write the verdict into it. ``params`` are those that were read for it.
-
-        ``make_workload`` raises the error of ``build``, if there is one.
 
         Raises:
             UnguardedTrialError: if that cannot be judged, and the guard is strict.
         """
         try:
             decision = self.guard.decide(
-                make_workload,
+                found,
                 study=self.study.study_name,
                 trial=self.trial.number,
                 params=params.given,
@@ -529,7 +522,7 @@ class KnownTrial:
         if self.decision is not None or self.is_over:
             return
         if self.error is not None:
-            self.decide(WatchedParams(self.trial.params), make_of(self.error))
+            self.decide(WatchedParams(self.trial.params), self.error)
         else:
             self.report_unguarded(self.why_unjudged(build))
 
@@ -625,7 +618,7 @@ class KnownTrial:
             )
         elif self.decision is not None:
             decision = self.guard.decide(
-                functools.partial(build_watched, build, params),
+                self.guard.describe(build, params),
                 study=self.study.study_name,
                 trial=self.trial.number,
                 params=params.given,
@@ -689,13 +682,14 @@ class GuardedRun:
         self,
         guard: OptunaGuard,
         trial: KnownTrial | None,
-        make_workload: Callable[[], Workload] | None,
+        found: AnyWorkload | Exception | None,
         ranks: Ranks | None = None,
     ) -> None:
         self._guard = guard
         self._trial = trial
         """None: that of rank 0."""
-        self._make_workload = make_workload
+        self._found = found
+        """What the block runs, or why that is not known. None: what `build` describes."""
         self._ranks = ranks
         self._shared: Verdict | None = None
         self._run: Run | None = None
@@ -713,9 +707,8 @@ class GuardedRun:
             return self
         sharing: AbstractContextManager[dict[str, Any]] = ranks.judging() if ranks else nullcontext({})
         with sharing as shared:
-            if not trial.begin(guard.build, make_workload=self._make_workload):
-                unknown = ConfigurationError(trial.why_unjudged(guard.build))
-                trial.begin(None, make_workload=make_of(unknown))
+            if not trial.begin(guard.build, found=self._found):
+                trial.begin(None, found=ConfigurationError(trial.why_unjudged(guard.build)))
             shared.update(columns_of(self.verdict))
         self._run = trial.run
         trial.read_repair()  # the block applies it

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.verdict import Verdict
-from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, build_watched, is_missing_parameter, make_of
+from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, is_missing_parameter
 from perfguard_optuna.attributes import PREFIX, attributes_of, write
 from perfguard_optuna.guard import OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
@@ -159,7 +159,7 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    decision = self.guard.known(study, trial).decide(proposal.params, make_of(proposal.workload))
+                    decision = self.guard.known(study, trial).decide(proposal.params, proposal.workload)
                     self.guard.remember(study, proposal.params, decision.verdict)
                 return proposal.drawn
             if proposal.rejection is None:
@@ -231,14 +231,13 @@ class PerfGuardSampler(BaseSampler):
             rejection = self.guard.recall(study, params.given, build, drawn=drawn)
             if rejection is not None:
                 return _Proposal(drawn, params, search_space, rejection=rejection.verdict)
-            workload: AnyWorkload | None = None
-            try:
-                workload = self.guard.guard.with_steps(build_watched(build, params), params)
-                missing = params.missing
-            except Exception as error:
-                # Any other error may mean a missing parameter, too. If it does not, the guard warns when it judges the trial.
-                is_missing = is_missing_parameter(error, params.given)
-                missing = {error.args[0]} if is_missing else search_space.keys() - drawn.keys() - fixed.keys()
+            found, workload = self.guard.guard.describe(build, params), None
+            if not isinstance(found, Exception):
+                workload, missing = found, params.missing
+            elif is_missing_parameter(found, params.given):
+                missing = {found.args[0]}
+            else:  # it may mean a missing parameter, too; if it does not, the guard warns when it judges the trial
+                missing = search_space.keys() - drawn.keys() - fixed.keys()
             names = [name for name in search_space if name not in drawn and name not in fixed]
             needed = [name for name in names if name in missing]
             if not needed:

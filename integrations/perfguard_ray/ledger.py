@@ -26,7 +26,7 @@ from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision, Verdict
-from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload, make_of
+from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial
 from perfguard_ray.worker import receive, send
 
 if TYPE_CHECKING:
@@ -145,13 +145,8 @@ class Ledger:
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
             seen: what the trial has shown at its first forward pass. None: it has not started.
         """
-        try:
-            found: AnyWorkload | Exception = self.workload(config, seen)
-        except Exception as error:  # the verdict says so
-            found = error
-        decide = functools.partial(
-            self.guard.decide, make_of(found), study=self.study, trial=trial, params=config, trial_id=trial_id
-        )
+        found = self.found(config, seen)
+        decide = functools.partial(self.guard.decide, found, study=self.study, trial=trial, params=config, trial_id=trial_id)
         if runs_anyway:
             return _entry(decide(), config)
         # One that is proposed again is not known by what it has shown.
@@ -199,22 +194,13 @@ class Ledger:
             entry.started_at = None  # it is not measured
         return entry.rejected
 
-    def workload(self, config: Mapping[str, Any], seen: CapturedTrial | Exception | None = None) -> AnyWorkload:
-        """Build what the trial of ``config`` would run, unless it was ``seen``.
-
-        Raises:
-            ConfigurationError: if Tune does not show a value to the search.
-            BuildError: if ``build`` fails.
-            CaptureError: if the dry run of the training function does not show it.
-        """
+    def found(self, config: Mapping[str, Any], seen: CapturedTrial | Exception | None = None) -> AnyWorkload | Exception:
+        """Return what the trial of ``config`` would run, unless it was ``seen``; or why that is not known."""
         hidden = why_hidden(config)
         if hidden:
-            raise ConfigurationError(hidden)
-        if seen is not None:
-            made = make_of(seen)()
-        else:
-            made = self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
-        return self.guard.with_steps(made, flatten_dict(dict(config)))
+            return ConfigurationError(hidden)
+        found = seen or self.guard.describe(self.build, config)
+        return found if isinstance(found, Exception) else self.guard.with_steps(found, flatten_dict(dict(config)))
 
     def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
         """Key of a configuration in the memory of the search: everything that its verdict depends on.
@@ -276,8 +262,10 @@ class Ledger:
         entry = self.entries[trial_id]
         self.finish(trial_id, "oom", note=note)
         proposed = {name: value for name, value in config.items() if name != REPAIR_KEY}
-        make, first = functools.partial(self.workload, proposed), entry.decision
-        decision = self.guard.decide(make, study=self.study, trial=trial, params=proposed, trial_id=trial_id, ran_out=first)
+        first = entry.decision
+        decision = self.guard.decide(
+            self.found(proposed), study=self.study, trial=trial, params=proposed, trial_id=trial_id, ran_out=first
+        )
         is_repaired = decision.verdict.action == "repair"
         self.entries[trial_id] = _entry(decision, proposed) if is_repaired else Entry(first, entry.config)
         return decision.verdict.repair if is_repaired else None

@@ -90,7 +90,10 @@ class TrialResources:
             if entry.config == config:
                 return entry.decision.verdict.prediction
         try:
-            return ledger.guard.preview(ledger.workload(config), study=ledger.study).prediction
+            found = ledger.found(config)
+            if isinstance(found, Exception):
+                raise found
+            return ledger.guard.preview(found, study=ledger.study).prediction
         except Exception as error:
             ledger.warn_once(
                 "resources",

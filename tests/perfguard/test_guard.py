@@ -149,12 +149,12 @@ def test_guard_spends_spare_risk_on_doubtful_trial(log: MeasurementStore) -> Non
     oracle = Oracle(memory=9.8 * GIB)  # 0.42 to break 10 GiB
     guard = Guard(DEVICE, predictor=oracle, log=log, risk=0.05)
     assert guard.threshold == 0.05
-    assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(2)] == ["prune", "prune"]
+    assert [guard.decide(WORKLOAD).verdict.action for _ in range(2)] == ["prune", "prune"]
     oracle.memory = GIB
-    assert all(guard.decide(lambda: WORKLOAD).verdict.action == "launch" for _ in range(8))
+    assert all(guard.decide(WORKLOAD).verdict.action == "launch" for _ in range(8))
     assert guard.threshold == pytest.approx(0.45)
     oracle.memory = 9.8 * GIB
-    assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(2)] == ["launch", "prune"]
+    assert [guard.decide(WORKLOAD).verdict.action for _ in range(2)] == ["launch", "prune"]
 
 
 @settings(max_examples=15)
@@ -167,7 +167,7 @@ def test_the_expected_violations_stay_within_the_risk(
     accepted = []
     for median in proposed:
         oracle.memory = median
-        verdict = guard.decide(lambda: WORKLOAD).verdict
+        verdict = guard.decide(WORKLOAD).verdict
         accepted += [verdict.p_violation] if verdict.action == "launch" else []
     assert sum(accepted) <= risk * max(1, len(accepted)) + 1e-9
     assert max(accepted, default=0.0) <= 0.5
@@ -181,7 +181,7 @@ def own_log(tmp_path: Path) -> Iterator[MeasurementStore]:
 
 def test_a_decision_is_logged_with_its_numbers(own_log: MeasurementStore) -> None:
     guard = Guard(DEVICE, predictor=Oracle(), log=own_log, memory_budget="4GiB")
-    decision = guard.decide(lambda: WORKLOAD, study="tuning", trial=3, params={"width": 4})
+    decision = guard.decide(WORKLOAD, study="tuning", trial=3, params={"width": 4})
     assert decision.verdict == guard.check(WORKLOAD)
     (logged,) = own_log.records("tuning")
     assert logged.verdict is not None
@@ -194,7 +194,7 @@ def test_a_decision_is_logged_with_its_numbers(own_log: MeasurementStore) -> Non
 def test_predictor_failure_launches_with_one_warning(own_log: MeasurementStore) -> None:
     guard = Guard(DEVICE, predictor=Oracle(memory=99 * GIB, failure="weights on fire"), log=own_log)
     with pytest.warns(UnguardedTrialWarning, match="launches it unguarded .*RuntimeError: weights on fire") as caught:
-        verdicts = [guard.decide(lambda: WORKLOAD, study="tuning", trial=trial).verdict for trial in range(3)]
+        verdicts = [guard.decide(WORKLOAD, study="tuning", trial=trial).verdict for trial in range(3)]
     assert len(caught) == 1
     assert [verdict.action for verdict in verdicts] == ["launch"] * 3
     assert all(verdict.prediction is None for verdict in verdicts)
@@ -240,14 +240,14 @@ def test_a_pickled_guard_judges_the_same(own_log: MeasurementStore) -> None:
     verdict = guard.check(WORKLOAD)
     twin = pickle.loads(pickle.dumps(guard))
     assert twin.check(WORKLOAD) == verdict
-    twin.decide(lambda: WORKLOAD, study="from the twin")
+    twin.decide(WORKLOAD, study="from the twin")
     assert len(own_log.records("from the twin")) == 1
 
 
 def test_guard_without_log_writes_nothing_but_learns() -> None:
     oracle = Oracle()
     guard = Guard(DEVICE, predictor=oracle, log=False)
-    guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
+    guard.learn(guard.decide(WORKLOAD), MEASUREMENT)
     assert [len(observations) for observations in oracle.taught] == [0, 1]
     assert not Path(os.environ["PERFGUARD_LOG"]).exists()
     guard.log.close()
@@ -257,8 +257,8 @@ def test_guard_learn_feeds_log_to_predictor(own_log: MeasurementStore) -> None:
     oracle = Oracle()
     guard = Guard(DEVICE, predictor=oracle, log=own_log)
     for _ in range(2):
-        guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
-    guard.decide(lambda: WORKLOAD)  # still running: nothing to learn from it
+        guard.learn(guard.decide(WORKLOAD), MEASUREMENT)
+    guard.decide(WORKLOAD)  # still running: nothing to learn from it
     assert [len(observations) for observations in oracle.taught] == [0, 1, 2]
     (observation, _) = oracle.taught[-1]
     assert observation.graph.content_hash == guard.trace(WORKLOAD).content_hash
@@ -277,7 +277,7 @@ def test_largest_phase_of_a_captured_trial_decides_its_memory(own_log: Measureme
 
     guard = Guard(DEVICE, memory_budget="10GiB", predictor=ByBatch(), log=own_log, on_violation="warn")
     with pytest.warns(BudgetWarning, match="needs 20.0 GiB .*; most memory is needed by the evaluation"):
-        decision = guard.decide(lambda: captured, study="s")
+        decision = guard.decide(captured, study="s")
     assert decision.verdict.source == "captured"
     assert decision.verdict.predicted["time"].median == pytest.approx(50.0)  # that of training
     guard.learn(decision, MEASUREMENT)
@@ -309,5 +309,5 @@ def test_predictor_that_cannot_learn_warns_once(own_log: MeasurementStore) -> No
         guard = Guard(DEVICE, predictor=Stubborn(), log=own_log)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
+        guard.learn(guard.decide(WORKLOAD), MEASUREMENT)
     assert own_log.records()[0].measured["step_time"] == 0.3

@@ -177,12 +177,9 @@ def test_the_largest_batch_is_found_below_any_ceiling() -> None:
 def test_a_warning_launches_the_hopeless_all_the_same() -> None:
     """Whoever asks for warnings gets a warning, even for what cannot be built."""
     judge = guard(on_violation="warn")
-    for make in (
-        lambda: workload(PERCEPTRON, 10**12, 64),
-        lambda: build_workload(lambda params: workload(nn.Linear(10**20, 2), 1, 1), {}),
-    ):
+    for build in (lambda _: workload(PERCEPTRON, 10**12, 64), lambda _: workload(nn.Linear(10**20, 2), 1, 1)):
         with pytest.warns(BudgetWarning, match="would prune: needs at least"):
-            assert judge.decide(make).verdict.action == "launch"
+            assert judge.decide(judge.describe(build, {})).verdict.action == "launch"
 
 
 def test_a_tensor_that_cannot_be_described_is_named() -> None:

@@ -95,9 +95,9 @@ def test_only_whole_trials_of_the_own_study_count() -> None:
 def verdict_after(counts: Sequence[int], log: MeasurementStore, **settings: Any) -> Verdict:
     guard = Guard(DEVICE, predictor=Oracle(), log=log, **{"time_budget": "1h", **settings})
     for count in counts:
-        decision = guard.decide(lambda: CAPTURED, study="s")
+        decision = guard.decide(CAPTURED, study="s")
         guard.learn(decision, replace(MEASUREMENT, step_time_s=0.5, num_steps=count, total_time_s=count))
-    return guard.decide(lambda: CAPTURED, study="s").verdict
+    return guard.decide(CAPTURED, study="s").verdict
 
 
 @pytest.mark.filterwarnings("ignore::perfguard.exceptions.UnguardedTrialWarning")
@@ -132,7 +132,7 @@ def test_wild_disagreement_is_judged_by_the_risk_as_any_other_doubt() -> None:
 def test_epochs_give_the_steps_unless_they_are_stated(epochs: Any, steps: int | None) -> None:
     guard = Guard(DEVICE, predictor=Oracle(), log=False, epochs=epochs)
     assert guard.with_steps(CAPTURED, {"epochs": 7}).steps == steps
-    assert guard.decide(lambda: CAPTURED, study="s", params={"epochs": 7}).steps == steps
+    assert guard.decide(CAPTURED, study="s", params={"epochs": 7}).steps == steps
     seen = replace(CAPTURED, steps=5)  # which may be wrong: values are 0 in a dry run, so a loop may stop early
     assert guard.with_steps(seen, {"epochs": 7}).steps == (steps or 5)
     stated = replace(WORKLOAD, steps=5, steps_per_epoch=50)

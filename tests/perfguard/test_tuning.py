@@ -169,7 +169,7 @@ WORKLOAD = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.c
 
 def launch(guard: Guard, framework: str = "torch", *, slower: float = 1.0, memory: int | None = None) -> None:
     """A trial that costs what is predicted, but for this factor of its time, or this memory."""
-    decision = guard.decide(lambda: WORKLOAD)
+    decision = guard.decide(WORKLOAD)
     prediction = decision.verdict.prediction
     assert prediction is not None
     memory = int(prediction.peak_memory.median) if memory is None else memory
