@@ -30,15 +30,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard import Run, resolve_device
-from perfguard.quantities import format_bytes, format_seconds, parse_bytes
+from perfguard.budget import Quantity
+from perfguard.quantities import format_bytes, format_quantity, format_seconds, parse_bytes
 from perfguard.report import write_report
 from perfguard_optuna import (
     PerfGuardPruner,
-    TrialPrinter,
+    TrialRecord,
     create_study,
     plot_budget,
     plot_savings,
-    pruned_table,
+    record_of,
     records_of,
     summarize,
 )
@@ -124,11 +125,24 @@ def objective(trial: optuna.Trial) -> float:
     return train(suggest(trial))
 
 
+def measured_in_words(record: TrialRecord, quantity: Quantity) -> str:
+    """What the trial cost."""
+    value = record.measured.get(quantity)
+    return "-" if value is None else format_quantity(quantity, value)
+
+
 def run_guarded(seed: int, seconds: float, budget_s: float, log: Path, console: Console) -> optuna.Study:
     """The study with PerfGuard."""
+
+    def print_line(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        record = record_of(trial)
+        cells = f"{measured_in_words(record, 'memory'):>21s}   {measured_in_words(record, 'time'):>18s}   {trial.value or 0:.4g}"
+        words = record.reason if record.is_pruned else cells
+        console.print(f"{trial.number:5d}  {record.in_words:9s} {words}{'  over' if record.violates else ''}", highlight=False)
+
     study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     pruner = PerfGuardPruner(gpu="cpu", memory_budget=MEMORY_BUDGET, time_budget=budget_s, log=str(log))
-    study.optimize(objective, timeout=seconds, callbacks=[TrialPrinter(console)], pruner=pruner)
+    study.optimize(objective, timeout=seconds, callbacks=[print_line], pruner=pruner)
     return study
 
 
@@ -239,7 +253,6 @@ def main() -> None:
     pictures = draw(guarded, arguments.out)
     console.print(comparison(guarded, unguarded))
     console.print(summarize(guarded).table())
-    console.print(pruned_table(guarded))
     for what, where in {
         "best parameters": guarded.best_params if math.isfinite(best_of(guarded)) else "no trial has completed",
         "predicted against measured, and what was saved": pictures,

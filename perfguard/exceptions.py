@@ -147,7 +147,7 @@ class LogWarning(PerfGuardWarning):
 
 
 class TrackingWarning(PerfGuardWarning):
-    """A trial could not be written to an experiment tracker, or not counted in the progress line. The study goes on."""
+    """A trial could not be written to an experiment tracker. The study goes on."""
 
 
 def frame_of_the_user(frame: FrameType | None) -> FrameType | None:

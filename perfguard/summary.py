@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from perfguard.budget import NOUNS, Quantity
-from perfguard.quantities import format_quantity, format_seconds
+from perfguard.quantities import format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
 
 if TYPE_CHECKING:
@@ -181,55 +181,6 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_r
         memory_errors=Errors.of(launched, "memory"),
         time_errors=Errors.of(launched, "time") or Errors.of(launched, "step_time"),
     )
-
-
-def pruned_table(records: Sequence[TrialRecord], *, max_rows: int = 20) -> Table:
-    """The trials that were pruned before launch: what each needed, against which limit, and the time that it did not take.
-
-    A trial that needs more memory than the device has would have failed in its first step, so no time is saved by it. The latest
-    ``max_rows`` are shown, and the total counts all.
-    """
-    from rich.markup import escape
-    from rich.table import Table
-
-    pruned = [record for record in records if record.is_pruned]
-    table = Table(title=f"{len(pruned)} trials pruned before launch", show_footer=bool(pruned))
-    table.add_column("trial", justify="right", footer="all")
-    table.add_column("over")
-    table.add_column("predicted (90% interval)")
-    table.add_column("budget", justify="right")
-    total_s = sum(record.saved_s or 0.0 for record in pruned)
-    table.add_column("time saved\n(predicted)", justify="right", footer=format_seconds(total_s) if total_s else "-")
-    shown = pruned[-max_rows:] if max_rows > 0 else []
-    if len(shown) < len(pruned):
-        table.add_row("…", f"{len(pruned) - len(shown)} earlier ones")
-    for record in shown:
-        saved = "-" if record.saved_s is None else format_seconds(record.saved_s)
-        worst = None if record.verdict is None else record.verdict.worst
-        if worst is None:
-            table.add_row(f"{record.number}", "-", escape(record.reason) or "-", "-", saved)
-            continue
-        low, high = map(worst.format, worst.estimate.interval())
-        predicted = f"{worst.format(worst.estimate.median)} ({low} to {high})"
-        table.add_row(f"{record.number}", NOUNS[worst.quantity], predicted, worst.format(worst.limit), saved)
-    return table
-
-
-TRIAL_HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
-
-
-def trial_line(record: TrialRecord, values: Sequence[float] = ()) -> str:
-    """One trial in a line under :data:`TRIAL_HEADING`: verdict, predicted and measured memory and time, values, violation."""
-
-    def cell(quantity: Quantity, width: int) -> str:
-        estimate, value = record.predicted.get(quantity), record.measured.get(quantity)
-        predicted = "-" if estimate is None else format_quantity(quantity, estimate.median)
-        return f"{predicted:>{width}s} → {'-' if value is None else format_quantity(quantity, value):<{width}s}"
-
-    number = "" if record.number is None else record.number
-    objective = ", ".join(f"{value:.4g}" for value in values)
-    over = "  over" if record.violates else ""
-    return f"{number:>5}  {record.in_words:9s}  {cell('memory', 9)}  {cell('time', 8)}  {objective}{over}"
 
 
 def error_in_words(error: float) -> str:

@@ -15,7 +15,7 @@ from perfguard_optuna.attributes import record_of, records_of
 from perfguard_optuna.guard import GuardedRun, OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
-from perfguard_optuna.show import TrackingCallback, TrialPrinter, plot_budget, plot_savings, pruned_table, summarize
+from perfguard_optuna.show import TrackingCallback, plot_budget, plot_savings, summarize
 from perfguard_optuna.study import GuardedStudy, create_study, guarded, load_study, repair_of
 
 __all__ = [
@@ -26,14 +26,12 @@ __all__ = [
     "PerfGuardSampler",
     "Summary",
     "TrackingCallback",
-    "TrialPrinter",
     "TrialRecord",
     "create_study",
     "guarded",
     "load_study",
     "plot_budget",
     "plot_savings",
-    "pruned_table",
     "record_of",
     "records_of",
     "repair_of",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,6 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.trial import FixedTrial, FrozenTrial, TrialState
-from rich.console import Console
 
 from perfguard.capture import SelfEnded
 from perfguard.exceptions import (
@@ -36,7 +34,6 @@ from perfguard_optuna.guard import GuardedRun, KnownTrial, OptunaGuard, prune_if
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial, running
 from perfguard_optuna.sampler import PerfGuardSampler
-from perfguard_optuna.show import progress_line
 
 if TYPE_CHECKING:
     from perfguard.capture.first_forward import FirstForward
@@ -67,9 +64,6 @@ class GuardedStudy(optuna.Study):
         With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
         budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.
 
-        With a PerfGuardPruner, ``show_progress_bar=True`` shows one line: launched, pruned and over-budget trials, and the time
-        saved. It is shown only on a terminal, and not where the environment variable ``CI`` is set.
-
         Args:
             pruner: a pruner. It replaces the one that the study was created with.
             count: What ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". What a
@@ -86,24 +80,21 @@ class GuardedStudy(optuna.Study):
                 callbacks.append(_warner_of_no_pruner())
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
-        guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
+        guard, sampler = self.pruner.guard, self.sampler
         objective = GuardedObjective(func, guard)
         ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
         search = guard.search_of(self)
         search.begin()
         objective.begin(self)
-        shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
+        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
         try:
-            with progress_line(n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
-                callbacks = callbacks if line is None else [line, *callbacks]
-                common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and console.is_jupyter)
-                super().optimize(objective, n_trials, timeout, *common)
-                # The trials that did not fit are made up for.
-                while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
-                    left_s = None if ends_at is None else ends_at - time.monotonic()
-                    if left_s is not None and left_s <= 0:
-                        break
-                    super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
+            super().optimize(objective, n_trials, timeout, *common)
+            # The trials that did not fit are made up for.
+            while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
+                left_s = None if ends_at is None else ends_at - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    break
+                super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
             if self._stop_flag and not search.num_launched and not isinstance(sampler, PerfGuardSampler):
                 search.warn_that_nothing_fits()  # the sampler has come to the end of its space
         finally:

@@ -1,8 +1,7 @@
-"""What a study shows is what its log has: summary, report, pictures, the line of a trial, and trackers."""
+"""What a study shows is what its log has: summary, report, pictures, and trackers."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,21 @@ import pytest
 import torch
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from rich.console import Console
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, TrackingWarning
+from perfguard.exceptions import ConfigurationError
 from perfguard.plots import outcome_of
 from perfguard.report import page_of, read_report
 from perfguard_optuna import (
     PerfGuardPruner,
     PerfGuardSampler,
     TrackingCallback,
-    TrialPrinter,
     create_study,
     plot_budget,
     plot_savings,
-    pruned_table,
     summarize,
 )
-from perfguard_optuna.show import progress_line
 from tests.doubles import ReplayPredictor
 from tests.integrations.one_layer import train
 
@@ -81,7 +76,7 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
         assert ours.measured == pytest.approx(logged.measured)
     summary = summarize(study)
     assert (summary.num_pruned, summary.num_launched) == (of_log.summary.num_pruned, of_log.summary.num_launched)
-    assert summary.num_pruned == pruned_table(study).row_count > 0
+    assert summary.num_pruned > 0
 
 
 def test_the_pictures_have_every_trial(study: optuna.Study) -> None:
@@ -114,40 +109,6 @@ def test_a_study_without_trials_or_verdicts_has_a_page() -> None:
     plain.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
     report = read_report(plain)
     assert [outcome_of(record) for record in report.records] == ["unguarded"] * 2
-
-
-def test_a_line_for_each_trial(study: optuna.Study) -> None:
-    text = io.StringIO()
-    printer = TrialPrinter(Console(file=text, width=200))
-    for trial in study.trials:
-        printer(study, trial)
-    heading, *lines = text.getvalue().splitlines()
-    assert heading.startswith("trial  verdict")
-    assert [line.split()[1] for line in lines] == [
-        "pruned" if trial.state == optuna.trial.TrialState.PRUNED else "launched" for trial in study.trials
-    ]
-
-
-def test_a_progress_line_that_cannot_be_shown_stops_no_study(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: object, number: float = 1) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr("tqdm.std.tqdm.update", broken)
-    study = optuna.create_study()
-    with pytest.warns(TrackingWarning, match="The study goes on"), progress_line(3, counts_pruned=False) as count:
-        study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=3, callbacks=[count])
-    assert len(study.trials) == 3
-
-
-def test_progress_line_counts_what_a_study_launched_and_pruned(study: optuna.Study, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = summarize(study)
-    with progress_line(summary.num_launched, counts_pruned=False) as count:
-        for trial in study.trials:
-            count(study, trial)
-    shown = capsys.readouterr().err
-    launched = summary.num_launched
-    assert f"{launched} launched · {summary.num_pruned} pruned · {summary.num_violations or 0} over budget" in shown
-    assert f"{launched}/{launched}" in shown
 
 
 def test_trackers_get_rejected_proposals_too(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from perfguard.record import TrialRecord
-from perfguard.summary import Errors, pruned_table, summarize
+from perfguard.summary import Errors, summarize
 from tests.perfguard.test_record import GIB, record, verdict
 
 STUDY = [
@@ -52,15 +52,6 @@ def test_nothing_is_an_empty_summary() -> None:
     summary = summarize([])
     assert (summary.num_launched, summary.num_violations, summary.launched_s, summary.saved_s) == (0, None, None, None)
     assert "trials launched" in str(summary)
-
-
-def test_the_pruned_are_listed_with_what_they_needed() -> None:
-    table = pruned_table(STUDY)
-    assert table.row_count == 3
-    assert list(table.columns[1].cells) == ["peak memory", "trial time", "peak memory"]
-    assert list(table.columns[3].cells) == ["10.0 GiB", "10.0 s", "10.0 GiB"]
-    assert table.columns[4].footer == "50.0 s"
-    assert next(iter(pruned_table(STUDY, max_rows=1).columns[1].cells)) == "2 earlier ones"
 
 
 def test_overruled_launch_counts_as_against_its_verdict() -> None:
