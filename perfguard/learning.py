@@ -141,27 +141,30 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
     next run is like it. Two machines that write in turn are two regimes. A run that does not know a condition has the one of the
     run before it.
     """
-    known: dict[str, str] = {}
-    names: list[frozenset[tuple[str, str]]] = []
+    known: list[str | int | None] = [None] * 4
+    regimes: list[tuple[str | int | None, ...]] = []
     changes: list[tuple[Observation, str]] = []
     for run in observations:
-        found = {
-            "driver": run.measurement.driver,
-            "framework": run.measurement.framework,
-            "device": run.measurement.device_name,
-            "memory of the device": format_bytes(run.device.memory_bytes),
-        }
-        changed = [
-            f"{name}: {known[name]} is now {value}" for name, value in found.items() if value and known.get(name, value) != value
-        ]
-        known |= {name: value for name, value in found.items() if value}
-        name = frozenset(known.items())
-        if changed and name not in names:
-            changes.append((run, "; ".join(changed)))
-        names.append(name)
-    last = {name: index for index, name in enumerate(names)}
-    numbers = {name: number for number, name in enumerate(sorted(last, key=last.__getitem__))}
-    return [numbers[name] for name in names], changes
+        measured = run.measurement
+        found = measured.driver, measured.framework, measured.device_name, run.device.memory_bytes
+        before, known = known, [new or old for new, old in zip(found, known, strict=True)]
+        regime = tuple(known)
+        if regimes and regime not in regimes and (words := _changed_in_words(before, known)):
+            changes.append((run, words))
+        regimes.append(regime)
+    last = {regime: index for index, regime in enumerate(regimes)}
+    order = sorted(last, key=last.__getitem__)
+    return [order.index(regime) for regime in regimes], changes
+
+
+def _changed_in_words(before: Sequence[str | int | None], now: Sequence[str | int | None]) -> str:
+    names = "driver", "framework", "device", "memory of the device"
+    changed = ((name, old, new) for name, old, new in zip(names, before, now, strict=True) if old and old != new)
+    return "; ".join(f"{name}: {_condition(old)} is now {_condition(new)}" for name, old, new in changed)
+
+
+def _condition(value: str | int | None) -> str:
+    return format_bytes(value) if isinstance(value, int) else str(value)
 
 
 # --- Readings that physics excludes ---------------------------------------------------------------------------------------------

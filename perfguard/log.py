@@ -260,13 +260,15 @@ class MeasurementStore:
         )
         rows = self._read(query)
         graphs = self._graphs_of({decision.graph_hash for _, decision, _ in rows})
+        devices: dict[str, Device] = {}
         found = []
-        for run, decision, device_data in reversed(rows):
+        for run, decision, data in reversed(rows):
             try:
-                of = tables.device_from_json(device_data)
-                if not isinstance(device, str) and of.identity == device.identity:
-                    of = device
-                found.append(tables.observation_of(run, decision, graphs[decision.graph_hash], of))
+                if data not in devices:
+                    of = tables.device_from_json(data)
+                    is_same = not isinstance(device, str) and of.identity == device.identity
+                    devices[data] = device if is_same else of  # type: ignore[assignment]
+                found.append(tables.observation_of(run, decision, graphs[decision.graph_hash], devices[data]))
             except _DAMAGED as error:
                 self._warn(error)
         return found

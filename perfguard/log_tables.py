@@ -12,7 +12,6 @@ There are no foreign keys, because a row that was delayed may arrive after the r
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -28,7 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from perfguard.devices import Device
 from perfguard.measure import NOT_A_NUMBER, Measurement
 from perfguard.predictor import Observation, Target
-from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, verdict_from
+from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, numbers_in, verdict_from
 
 if TYPE_CHECKING:
     from perfguard.budget import Quantity
@@ -245,8 +244,7 @@ def measurement_of(run: MeasurementRow) -> Measurement:
 def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, device: Device) -> Observation:
     """Return what a predictor learns from a run: what was measured, and what had been predicted, as far as it could be."""
     columns = _columns_in(decision)
-    verdict = verdict_from(columns)
-    predicted = {} if verdict is None else verdict.predicted
+    predicted, _ = numbers_in(columns)
     names: dict[Target, Quantity] = {"memory": "memory", "time": "step_time"}
     widening = {target: columns[f"{name}_widening"] for target, name in names.items()}
     step_time, epoch_time = predicted.get("step_time"), predicted.get("epoch_time")
@@ -268,9 +266,8 @@ def _columns_in(decision: DecisionRow) -> dict[str, Any]:
     return {name: getattr(decision, name) for name in VERDICT_COLUMNS}
 
 
-@functools.lru_cache(maxsize=64)
 def device_from_json(data: str) -> Device:
-    """Return the device that :func:`device_row` wrote. Equal texts give the same object."""
+    """Return the device that :func:`device_row` wrote."""
     document = json.loads(data)
     since = {"link_bytes_per_s": 0.0, "network_bytes_per_s": 0.0}  # they are newer than the log
     return Device(**{field.name: (since | document)[field.name] for field in fields(Device)})

@@ -10,6 +10,7 @@ over the budget is hopeless.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,13 @@ NAME = "lower-bound"
 HOPELESS = 4
 """From this many times the budget, the bound alone decides. Below that, searchers need the distance from feasibility. So the
 predictor gives the numbers, and the bound only overrules a launch."""
+
+
+_NOUNS = {
+    "PARAMETER": "parameters", "BUFFER": "buffers", "INPUT": "inputs", "GRADIENT": "gradients",
+    "OPTIMIZER_STATE": "optimizer states", "ACTIVATION": "saved activations", "TEMPORARY": "temporary tensors",
+}  # fmt: skip
+"""In words, by the name of the StorageKind."""
 
 
 def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool = False) -> float:
@@ -76,8 +84,8 @@ class LeastMemory:
     """Lower bound on the memory of a step: its live bytes without an allocator's slack, workspaces and the context."""
 
     num_bytes: int
-    in_words: str
-    """Its parts, in words."""
+    parts: Mapping[str, int]
+    """Its bytes by kind of tensor, in words. Empty: it is one tensor alone."""
     step_time_s: float
     """Time of the step at the device's peak rates, in seconds."""
 
@@ -86,28 +94,18 @@ class LeastMemory:
         """The bound for ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
         from perfguard.graph import roofline_s  # imports torch
 
-        nouns = {  # by the name of the StorageKind
-            "PARAMETER": "parameters",
-            "BUFFER": "buffers",
-            "INPUT": "inputs",
-            "GRADIENT": "gradients",
-            "OPTIMIZER_STATE": "optimizer states",
-            "ACTIVATION": "saved activations",
-            "TEMPORARY": "temporary tensors",
-        }
-        parts = graph.least_bytes_by_kind
-        total = sum(parts.values())
-        largest = sorted((kind for kind in parts if parts[kind] > total / 100), key=lambda kind: -parts[kind])
-        in_words = ", ".join(f"{nouns[kind.name]} {format_bytes(parts[kind])}" for kind in largest)
-        return LeastMemory(total, in_words, float(roofline_s(graph, device).sum()))
+        parts = {_NOUNS[kind.name]: num_bytes for kind, num_bytes in graph.least_bytes_by_kind.items()}
+        return LeastMemory(sum(parts.values()), parts, float(roofline_s(graph, device).sum()))
 
     @staticmethod
     def behind(error: TooLargeError, device: Device) -> LeastMemory:
         """The bound for a workload with a tensor that is too large to describe: this tensor, written once."""
-        return LeastMemory(error.num_bytes, "one tensor alone", error.num_bytes / device.bandwidth_bytes_per_s)
+        return LeastMemory(error.num_bytes, {}, error.num_bytes / device.bandwidth_bytes_per_s)
 
     def __str__(self) -> str:
-        return f"at least {format_bytes(self.num_bytes)} ({self.in_words})"
+        largest = sorted((item for item in self.parts.items() if item[1] > self.num_bytes / 100), key=lambda item: -item[1])
+        words = ", ".join(f"{noun} {format_bytes(num_bytes)}" for noun, num_bytes in largest) or "one tensor alone"
+        return f"at least {format_bytes(self.num_bytes)} ({words})"
 
     def prediction(self, device: Device, *, steps: int | None) -> Prediction:
         """Prediction for a step that does not fit the device: finite, and above the bound with near certainty."""

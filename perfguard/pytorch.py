@@ -76,12 +76,13 @@ def _is_optimized(value: Any) -> bool:
 
 
 def _values_of(module: nn.Module) -> dict[str, Any]:
+    """What a module names and has attributes of its own: torch.compile leaves some."""
     forward = getattr(type(module), "forward", None)
     code, variables = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     values = {name: variables.get(name) for name in code.co_names} if code else {}
     for base in reversed(type(module).__mro__):
         values |= {} if base.__module__.startswith("torch.") else vars(base)
-    return values | vars(module)
+    return {name: value for name, value in (values | vars(module)).items() if getattr(value, "__dict__", None)}
 
 
 def objects_of(kind: Any) -> list[Any]:

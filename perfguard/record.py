@@ -82,9 +82,9 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
     action: Action | None = columns.get("verdict")
     if action is None:
         return None
-    predicted, limits = _numbers_in(columns)
+    predicted, limits = numbers_in(columns)
     repair = json.loads(columns.get("repair") or "{}")
-    _, proposed = _numbers_in(repair.pop("as_proposed", {}))
+    _, proposed = numbers_in(repair.pop("as_proposed", {}))
     texts: dict[str, Any] = {name: columns.get(name) or "" for name in _TEXTS}
     return Verdict(
         action=action,
@@ -101,8 +101,8 @@ def _numbers_of(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
     return dict(zip(_COLUMNS[quantity], (estimate.median, *estimate.interval()), strict=False))  # the limit is no prediction
 
 
-def _numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tuple[Limit, ...]]:
-    """What :func:`columns_of` wrote: estimates, whose standard deviations follow from the ends of intervals, and limits."""
+def numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tuple[Limit, ...]]:
+    """Return the estimates and limits in ``columns``. Standard deviations follow from the ends of intervals."""
     predicted, limits = {}, []
     for quantity in QUANTITIES:
         median, low, high, limit = map(columns.get, _COLUMNS[quantity])

@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
+    from perfguard.budget import Quantity
     from perfguard.capture.real import RealStep
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
-    from perfguard.log import MeasurementStore
 
     class OptunaSettings(GuardSettings, total=False):
         """The other keyword arguments of :class:`OptunaGuard`."""
@@ -124,6 +124,7 @@ class OptunaGuard:
                 raise ConfigurationError(f"There is no setting {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
         self.guard = Guard(gpu, **settings)
         """The guard of the core: device, budget, risk, predictor, log."""
+        self.device, self.log = self.guard.device, self.guard.log
         self.build = build
         self.within_timeout = within_timeout
         self.on_oom = on_oom
@@ -139,16 +140,6 @@ class OptunaGuard:
         self._searches: dict[str, Search] = {}
         self._remembers: AnyBuild | None = build
         """The function whose rejections are remembered."""
-
-    @property
-    def device(self) -> Device:
-        """The guarded device."""
-        return self.guard.device
-
-    @property
-    def log(self) -> MeasurementStore:
-        """The measurement log."""
-        return self.guard.log
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
         """See :meth:`perfguard.Guard.check`."""
@@ -202,7 +193,7 @@ class OptunaGuard:
     def known(self, study: optuna.Study, trial: AnyTrial) -> KnownTrial:
         """Return what is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name."""
         key = study.study_name, trial.number, trial.datetime_start
-        known = self._trials.get(key) or self._trials.setdefault(key, KnownTrial(self, study, trial))
+        known = self._trials.get(key) or self._trials.setdefault(key, KnownTrial(self, self.guard, study, trial))
         known.study, known.trial = study, trial  # Optuna has several objects of one trial, and this is the latest
         return known
 
@@ -261,11 +252,11 @@ class OptunaGuard:
                     return found
         return None
 
-    def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
-        """Return the constraints of a trial of ``study`` with that verdict: the distance from feasibility for each limit."""
+    def constraints_of(self, study: optuna.Study, margins: Mapping[Quantity, float]) -> dict[str, float]:
+        """Return the constraints of a trial of ``study``: the distance from feasibility for each limit that has a name there."""
         names = self._constraint_names(study)
-        constraints = {name: verdict.margins.get(name, 0.0) for name in names}  # type: ignore[call-overload]
-        others = [margin for quantity, margin in verdict.margins.items() if quantity not in constraints]
+        constraints = {name: margins.get(name, 0.0) for name in names}  # type: ignore[call-overload]
+        others = [margin for quantity, margin in margins.items() if quantity not in constraints]
         if names and max(others, default=0) > 0:  # a broken limit that has no name counts for the first
             constraints[names[0]] = max(constraints[names[0]], *others)
         return constraints
@@ -281,12 +272,6 @@ class OptunaGuard:
             return [key.removeprefix(PREFIX) for key in completed[0].constraints if key.startswith(PREFIX)]
         quantities = self.guard.budget.quantities
         return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
-
-    def _excess(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
-        """Return the constraint of a broken limit: positive, at least 1%, because the amount may be unknown."""
-        names = self._constraint_names(study)
-        wanted = ("time", "cost") if quantity == "time" else (quantity,)  # a budget of cost limits the time
-        return {next((name for name in wanted if name in names), names[0]): max(excess, 0.01)} if names else {}
 
     def _time_left_s(self) -> float | None:
         """Return the remaining time of the study; None: it has no time limit."""
@@ -330,6 +315,8 @@ class KnownTrial:
     """One trial under a guard: what is known of it, its verdict, and its measurement. Made by :meth:`OptunaGuard.known`."""
 
     owner: OptunaGuard
+    guard: Guard
+    """That of the core."""
     study: optuna.Study
     trial: AnyTrial
     decision: Decision | None = None
@@ -346,11 +333,6 @@ class KnownTrial:
     repair_was_read: bool = False
     real_step: RealStep | None = None
     """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
-
-    @property
-    def guard(self) -> Guard:
-        """The guard of the core."""
-        return self.owner.guard
 
     def begin(
         self,
@@ -498,13 +480,16 @@ class KnownTrial:
         self.decision, self.params, self.error, self.missing = decision, used, None, ()
         self.owner.search_of(self.study).count(verdict, self.guard)
         attributes = attributes_of(verdict, self.owner.device) | {"decision_id": decision.id}
-        self._write(attributes, lambda: self.owner.constraints_of(self.study, verdict))
+        self._write(attributes, verdict.margins)
         return decision
 
-    def _write(self, attributes: Mapping[str, Any], make_constraints: Callable[[], Mapping[str, float]] = dict) -> None:
-        """Write into the trial. If the storage cannot be reached, warn once and go on. Optuna will raise its own error."""
+    def _write(self, attributes: Mapping[str, Any], margins: Mapping[Quantity, float] | None = None) -> None:
+        """Write into the trial; its constraints stay without ``margins``. If the storage cannot be reached, warn once and go on.
+
+        Optuna will raise its own error.
+        """
         try:
-            write(self.study, self.trial, attributes, make_constraints())
+            write(self.study, self.trial, attributes, {} if margins is None else self.owner.constraints_of(self.study, margins))
         except Exception as error:
             self.guard.warn_once(
                 UnguardedTrialWarning,
@@ -572,7 +557,7 @@ class KnownTrial:
     def _write_unjudged(self, why: str) -> None:
         self.is_over = True
         verdict = Verdict(action="launch", unjudged=why)
-        self._write(attributes_of(verdict, self.owner.device), lambda: self.owner.constraints_of(self.study, verdict))
+        self._write(attributes_of(verdict, self.owner.device), verdict.margins)
 
     def too_slow(self) -> str | None:
         """Return why the trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
@@ -580,8 +565,15 @@ class KnownTrial:
             return None
         reason = self.guard.breaks_time_budget(self.decision, self.run, time_left_s=self.owner._time_left_s())
         if reason is not None:
-            self._write({"stopped": reason}, lambda: self.owner._excess(self.study, "time", 0.0))
+            self._write({"stopped": reason}, self._margins_over("time"))
         return reason
+
+    def _margins_over(self, quantity: Quantity, excess: float = 0.0) -> Mapping[Quantity, float]:
+        """The margins of a trial that broke a limit: those of its verdict, but this one at least 1% over: it may be unknown."""
+        budget = self.guard.budget
+        if quantity == "time" and budget.trial_time_s is None and budget.cost is not None:
+            quantity = "cost"  # which limits the time
+        return {**self.verdict.margins, quantity: max(excess, 0.01)}
 
     def _after_step(self, optimizer: Any) -> None:
         if self.real_step is not None:
@@ -649,7 +641,7 @@ class KnownTrial:
         if was_cut_off and measurement.num_steps == 0:  # its memory does not show what its steps need
             measurement = replace(measurement, peak_memory_bytes=None)
         attributes: dict[str, Any] = {"status": measurement.status}
-        broken: dict[str, float] = {}
+        margins: Mapping[Quantity, float] | None = None
         if elsewhere := self.guard.why_not_measured(measurement):
             attributes["not_measured"] = elsewhere
         else:
@@ -658,10 +650,10 @@ class KnownTrial:
             if measurement.status == "oom":
                 limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
                 needed = measurement.peak_memory_bytes
-                broken = self.owner._excess(self.study, "memory", math.log(needed / limit) if needed and limit else 0.0)
+                margins = self._margins_over("memory", math.log(needed / limit) if needed and limit else 0.0)
         if measurement.status == "timeout":
-            attributes["stopped"], broken = how.note, self.owner._excess(self.study, "time", 0.0)
-        self._write(attributes, lambda: broken)
+            attributes["stopped"], margins = how.note, self._margins_over("time")
+        self._write(attributes, margins)
         if decision.verdict.action == "repair" and not self.repair_was_read:
             self.guard.warn_once(
                 UnguardedTrialWarning,

@@ -264,7 +264,7 @@ class PerfGuardSampler(BaseSampler):
         trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)
         rejected = storage.get_trial(trial_id)
         try:
-            write(study, rejected, {}, guard.constraints_of(study, verdict))
+            write(study, rejected, {}, guard.constraints_of(study, verdict.margins))
             graph = None if proposal.workload is None else guard.guard.trace(proposal.workload)
             guard.guard.record(verdict, graph, study=study.study_name, trial=rejected.number, params=params)
             self.inner.after_trial(study, rejected, TrialState.PRUNED, None)

@@ -214,6 +214,7 @@ def _best_time(call: Callable[[], object]) -> float:
     return min(timeit.repeat(call, number=1, repeat=15))
 
 
+@functools.cache
 def cpu_name() -> str:
     """Return the name of this machine's processor, for instance "AMD EPYC 7763"."""
     try:
