@@ -68,19 +68,3 @@ def test_the_constraint_grows_with_the_batch() -> None:
     study.optimize(lambda trial: trial.suggest_int("batch_size", 1, LARGEST), n_trials=10, count="proposed", pruner=pruner)
     violations = [trial.constraints["perfguard:memory"] for trial in study.trials]
     assert violations == sorted(violations)
-
-
-def test_a_search_of_ray_is_not_handed_the_absurd() -> None:
-    from tests.integrations.test_ray_search import SMALL, ListSearcher, build_batch, guarded
-
-    search = guarded(ListSearcher([LARGEST, SMALL, 10**16, 10**20]), build=build_batch)
-    assert search.suggest("a") == {"width": SMALL}
-    assert search.suggest("b") == "FINISHED"
-    records = search.ledger.guard.log.records()
-    assert [(record.in_words, record.params["width"]) for record in records] == [
-        ("pruned", LARGEST),
-        ("launched", SMALL),
-        ("pruned", 10**16),
-        ("pruned", 10**20),
-    ]
-    assert all(record.reason.startswith("needs at least") for record in records if record.is_pruned)

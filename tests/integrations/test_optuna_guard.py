@@ -15,7 +15,7 @@ from torch import nn
 from perfguard import Workload
 from perfguard.exceptions import MeasurementWarning, UnguardedTrialWarning
 from perfguard.repair import Repair
-from perfguard_optuna import OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
+from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of, repair_of
 from tests.integrations.one_layer import (
     COMPLETE,
     LARGE,
@@ -204,26 +204,6 @@ def test_constraints_stay_those_of_the_first_budget() -> None:
     assert first.constraints["perfguard:memory"] < 0 < second.constraints["perfguard:memory"]
 
 
-def test_hyperband_is_composed_with_the_guard() -> None:
-    pruner = PerfGuardPruner(guard=make_guard(build=build), inner=optuna.pruners.HyperbandPruner(max_resource=9))
-    # A trial's bracket depends on the name of its study.
-    study = create_study(study_name="hyperband", sampler=optuna.samplers.RandomSampler(seed=0))
-
-    def objective(trial: optuna.Trial) -> float:
-        width = only_suggest(trial)
-        for epoch in range(9):
-            trial.report(width, epoch)
-            if trial.should_prune():
-                raise optuna.TrialPruned
-        return width
-
-    study.optimize(objective, n_trials=12, pruner=pruner)
-    launched = [trial for trial in study.trials if trial.user_attrs["perfguard:verdict"] == "launch"]
-    assert len(launched) == 12
-    assert any(trial.state == PRUNED and trial.last_step is not None for trial in launched)
-    assert all(trial.last_step is None for trial in study.trials if trial not in launched)
-
-
 def test_guard_survives_a_storage_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     study = study_of(SMALL, LARGE, SMALL)
 
@@ -235,20 +215,6 @@ def test_guard_survives_a_storage_that_goes_away(monkeypatch: pytest.MonkeyPatch
         study.optimize(only_suggest, n_trials=3, pruner=make_pruner(build=build), count="proposed")
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
-
-
-def test_build_waits_for_all_its_parameters() -> None:
-    """A build that takes all parameters at once is called again when all are suggested."""
-
-    def of_two(*, width: int, depth: int) -> Workload:
-        return Workload(nn.Sequential(*(nn.Linear(64, width) for _ in range(depth))), inputs=(32, 64), loss=torch.mean)
-
-    def objective(trial: optuna.Trial) -> float:
-        return float(suggest_width(trial) + trial.suggest_int("depth", 1, 2))
-
-    proposals = [{"width": width, "depth": 1} for width in (SMALL, LARGE)]
-    study = run_study(*proposals, objective=objective, build=lambda params: of_two(**params))
-    assert states(study) == [COMPLETE, PRUNED]
 
 
 def test_what_cannot_be_measured_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

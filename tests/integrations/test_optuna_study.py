@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import perfguard_optuna
-from perfguard import MeasurementStore, Run, Workload, resolve_device
+from perfguard import Workload
 from perfguard.exceptions import UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, load_study, record_of
 from tests.doubles import ReplayPredictor
@@ -39,7 +38,6 @@ from tests.integrations.one_layer import (
     study_of,
     train,
 )
-from tests.warm import run_fresh
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
@@ -220,31 +218,6 @@ def test_interrupted_study_is_logged_and_resumed() -> None:
     assert statuses(pruner, study) == ["ok", "interrupted", "ok"]
 
 
-def test_two_jobs_share_a_pruner() -> None:
-    together = threading.Barrier(2)
-
-    def overlapping(trial: optuna.Trial) -> float:
-        width = trial.suggest_int("width", SMALL, LARGE)
-        if trial.number < 2:
-            together.wait(timeout=60)
-        return train(width)
-
-    pruner = make_pruner()
-    study = study_of(*[SMALL, SMALL, LARGE, SMALL] * 3)
-    study.optimize(overlapping, n_trials=12, count="proposed", n_jobs=2, pruner=pruner)
-    assert [state.name for state in states(study)] == [
-        "PRUNED" if trial.params["width"] == LARGE else "COMPLETE" for trial in study.trials
-    ]
-    assert states(study).count(PRUNED) == 3
-    assert sorted(status or "" for status in statuses(pruner, study)) == [""] * 3 + ["ok"] * 9
-    overlapped = [record_of(trial) for trial in study.trials[:2]]
-    assert all(set(record.measured) == {"time", "step_time"} for record in overlapped)
-    with Run(resolve_device("cpu")) as alone:
-        pass
-    assert alone.measurement is not None
-    assert alone.measurement.peak_memory_bytes is not None
-
-
 def url_of(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'study.db'}"
 
@@ -266,42 +239,6 @@ def test_a_study_is_resumed_from_its_storage(storage_of: Callable[[Path], Any], 
     resumed.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
     assert states(resumed) == [COMPLETE, PRUNED, COMPLETE, COMPLETE, PRUNED]
     assert statuses(pruner, resumed) == ["ok", None, "ok", "ok", None]
-
-
-RESUME_ELSEWHERE = """
-import runpy
-here = runpy.run_path({file!r})
-pruner = here["guardnet_pruner"]({log!r})
-print(*here["medians"](pruner))
-study = here["load_study"](study_name="resumed", storage={url!r})
-study.optimize(here["objective"], n_trials=5, count="proposed", pruner=pruner)
-"""
-
-
-def guardnet_pruner(log: str | bool) -> PerfGuardPruner:
-    return PerfGuardPruner(gpu="a100", build=build, log=log)  # type: ignore[arg-type]
-
-
-def medians(pruner: PerfGuardPruner) -> tuple[float, float]:
-    prediction = pruner.guard.check(build({"width": 64})).prediction
-    assert prediction is not None
-    return prediction.peak_memory.median, prediction.step_time.median
-
-
-@pytest.mark.slow
-def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
-    url, log = url_of(tmp_path), str(tmp_path / "log.db")
-    pruner = guardnet_pruner(log)
-    study = study_of(*[64] * 10, study_name="resumed", storage=url)
-    study.optimize(objective, n_trials=5, count="proposed", pruner=pruner)
-
-    there = tuple(map(float, run_fresh("-c", RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)).split()))
-    assert there == pytest.approx(medians(pruner), rel=1e-3)
-    assert there != pytest.approx(medians(guardnet_pruner(False)), rel=2e-3)
-
-    assert states(load_study(study_name="resumed", storage=url)) == [COMPLETE] * 10
-    with MeasurementStore(log) as store:
-        assert [(row.number, row.status) for row in store.records("resumed")] == [(number, "ok") for number in range(10)]
 
 
 def test_a_study_with_two_objectives_is_guarded() -> None:

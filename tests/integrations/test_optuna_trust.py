@@ -15,10 +15,10 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from perfguard import Guard, MeasurementStore, Workload
+from perfguard import Guard, Workload
 from perfguard.exceptions import MeasurementWarning
 from perfguard.predictor import Predictor, load_predictor
-from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
+from perfguard_optuna import OptunaGuard, record_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU"),
@@ -181,22 +181,3 @@ def test_mocked_objective_teaches_nothing(mock: Callable[[Any], None], gpu: str,
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 12
     guard.log.close()
     assert verdicts(gpu, log) == fresh
-
-
-def test_mocked_plain_study_reaches_its_trials(tmp_path: Path) -> None:
-    """The way in of the quick start: `create_study(pruner=PerfGuardPruner(...))` and an objective that returns at once."""
-    log = str(tmp_path / "log.db")
-    fresh = fresh_verdicts("cpu")
-    pruner = PerfGuardPruner("cpu", build=build, log=log, predictor=unlearnt(), memory_budget=BUDGETS["cpu"], time_budget="2min")
-    study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0))
-
-    def objective(trial: optuna.Trial) -> float:
-        width = trial.suggest_categorical("width", WIDTHS)
-        if trial.should_prune():
-            raise optuna.TrialPruned
-        return float(width)
-
-    study.optimize(objective, n_trials=20)
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 20
-    MeasurementStore(log).close()
-    assert verdicts("cpu", log) == fresh

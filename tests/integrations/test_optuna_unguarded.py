@@ -123,14 +123,6 @@ def test_wrong_argument_of_a_block_is_an_error(arguments: tuple[str, ...], field
         make_pruner().trial(known[arguments[0]], known[arguments[1]], (32, 64), **fields)
 
 
-def test_an_objective_that_asks_at_times_is_found_out() -> None:
-    """A branch without the question is easily forgotten, and the branch may be the one that does not fit."""
-    study = optuna.create_study(pruner=make_pruner())
-    with pytest.warns(UnguardedTrialWarning, match="never judged a trial"):
-        study.optimize(lambda trial: asks(trial) if trial.number % 2 else never_asks(trial), n_trials=6)
-    assert summarize(study).num_unguarded == 3
-
-
 def test_an_objective_that_asks_and_goes_on_saved_nothing() -> None:
     def objective(trial: optuna.Trial) -> float:
         trial.suggest_int("width", LARGE, LARGE)

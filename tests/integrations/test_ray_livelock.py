@@ -171,24 +171,6 @@ def test_rejection_is_judged_again_after_a_trial_ends(learns: bool, restored: bo
     assert rejected(search) == {"[('width', 512)]": 2}, "and never again"
 
 
-def test_second_look_on_a_grid_is_once_a_workload() -> None:
-    search = PerfGuardVariantGenerator(build=build, **OPTIONS)
-    ledger = search.ledger
-    ledger.entries["a"] = ledger.judge({"width": 8, "lr": 0.1})
-    assert ledger.judge({"width": 4096, "lr": 0.1}).rejected
-    ledger.start("a", {"width": 8, "lr": 0.1})
-    ledger.finish("a", "failed")
-    for lr in (0.2, 0.3, 0.1):
-        assert ledger.judge({"width": 4096, "lr": lr}).rejected
-    ledger.entries["b"] = ledger.judge({"width": 8, "lr": 0.1})
-    ledger.start("b", {"width": 8, "lr": 0.1})
-    ledger.finish("b", "failed")
-    assert ledger.judge({"width": 4096, "lr": 0.1}).rejected
-    rows = ledger.guard.log.records()
-    assert [row.params["lr"] for row in rows if row.is_pruned] == [0.1, 0.2]
-    assert (summarized(search), ledger.num_repeated) == (1, 3)
-
-
 class Exhausted(Repeating):
     """Has three proposals."""
 

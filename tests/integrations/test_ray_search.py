@@ -20,7 +20,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, LogWarning, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.record import TrialRecord
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -194,14 +194,6 @@ def test_vain_search_waits_for_the_running_trial() -> None:
     assert search.suggest("b") == {"width": 16}
 
 
-def test_unreachable_log_is_named_and_guard_goes_on() -> None:
-    with pytest.warns(LogWarning, match=r"postgresql\+psycopg://nobody:\*\*\*@localhost:1/none cannot be used now") as caught:
-        search = guarded(ListSearcher([LARGE, SMALL]), log="postgresql+psycopg://nobody:secret@localhost:1/none")
-    assert search.suggest("a") == {"width": SMALL}
-    assert len(caught) == 1
-    assert "secret" not in str(caught[0].message)
-
-
 def test_object_in_the_space_is_named_as_unjudgeable() -> None:
     class Placeholders(ListSearcher):
         def suggest(self, trial_id: str) -> Any:
@@ -212,14 +204,6 @@ def test_object_in_the_space_is_named_as_unjudgeable() -> None:
 
 
 REPAIRS: dict[str, Any] = {"build": build_batch, "memory_budget": "160KiB", "on_violation": "repair"}
-
-
-def test_repair_is_in_what_a_searcher_suggests() -> None:
-    search = guarded(ListSearcher([256, SMALL]), **REPAIRS)
-    repaired, whole = (perfguard_ray.repair_of(search.suggest(name)) for name in "ab")
-    assert (repaired.micro_batch_size or 0) * repaired.accumulation == 256
-    assert repaired.accumulation > 1
-    assert (whole.micro_batch_size, whole.accumulation) == (None, 1)
 
 
 @pytest.mark.parametrize(

@@ -124,17 +124,6 @@ def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder
     assert beside(data_folder) == []
 
 
-def test_server_away_at_start_gets_rows_later(postgres: Postgres, data_folder: Path) -> None:
-    url = postgres.new_database()
-    with away(postgres):
-        with pytest.warns(LogWarning, match="cannot be used now"):
-            store = MeasurementStore(url)
-        record(store, 1)
-    store.flush()
-    assert [trial.number for trial in store.records()] == [1]
-    store.close()
-
-
 def test_a_slow_failure_is_not_repeated_at_each_call(tmp_path: Path) -> None:
     """A server behind a dead network makes a call wait for its timeout; a trial must not wait so each time."""
     path = tmp_path / "log.db"

@@ -151,12 +151,6 @@ def test_wrong_usage_is_explained(check: Check, function: str, words: list[str],
     assert message in err
 
 
-@pytest.mark.parametrize("gpu", ["a100", "a100,t4"])
-def test_unknown_name_is_an_error_of_predict_too(gpu: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", f"{script}:build", "--gpu", gpu, "--set", "widht=3"]) == 2
-    assert "--set widht has no effect" in capsys.readouterr().err
-
-
 def test_names_read_late_or_all_at_once_are_known(check: Check) -> None:
     assert check("build", "--set", "scale=3")[0] == 0  # the loss reads it, while the step is traced
     assert check("takes_all", "--set", "number=3")[0] == 0

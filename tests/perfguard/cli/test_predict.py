@@ -305,11 +305,6 @@ def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixtu
     assert large["profile"] in ("2g.10gb", "3g.20gb", "7g.40gb")
 
 
-def test_predict_takes_mig_profile_and_mps_share(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert of_file(capsys, model, "--gpu", "a100/3g.20gb")["gpu"] == "a100-pcie-40gb:3g.20gb"
-    assert of_file(capsys, model, "--gpu", "a100/mps50%")["gpu"] == "a100-pcie-40gb:mps50%"
-
-
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
     assert main(["predict", model, "--batch-size", "32", "--dim", "x=32x3x64x64", "--gpu", "a100", "--mig"]) == 0
     text = capsys.readouterr().out
