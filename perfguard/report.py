@@ -87,8 +87,7 @@ def read_report(source: Any, *, study: str | None = None) -> Report:
     """Read the report of a guarded study or of a measurement log.
 
     Args:
-        source: an Optuna study, the URL or the file of its storage, the search of a Ray Tune run, a MeasurementStore, or the
-            file or URL of a measurement log.
+        source: an Optuna study, the URL or the file of its storage, a MeasurementStore, or the file or URL of a measurement log.
         study: the study's name, where ``source`` has several. A log is reported as a whole without it.
 
     Raises:
@@ -112,7 +111,7 @@ def read_report(source: Any, *, study: str | None = None) -> Report:
     for point in entry_points(group=READERS_GROUP):
         try:
             reader: Reader = point.load()
-        except ImportError:  # its tuner is not installed
+        except (ImportError, AttributeError):  # its tuner is not installed, or it is of another version
             continue
         report = reader(source, study)
         if report is not None:

@@ -197,7 +197,7 @@ class GuardedObjective:
         try:
             with ranks.judging() if ranks else nullcontext():
                 guarded = self._begin(trial)
-            value = call_within(guard.hard_time_limit_s, lambda: self._run(guarded, ranks))
+            value = call_within(guard.hard_time_limit_s, functools.partial(self._run, guarded, ranks))
         except BaseException as error:
             guard.finish(study, error, ranks)
             ended = TrialState.PRUNED if isinstance(error, optuna.TrialPruned) else TrialState.FAIL

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
-from perfguard.exceptions import ConfigurationError
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
@@ -28,7 +27,6 @@ from perfguard_ray.ledger import REPAIR_KEY, ledger_of, number_of
 from perfguard_ray.worker import TrialRejected, Watch, play_steps, session_here
 
 if TYPE_CHECKING:
-    from perfguard.report import Report
     from perfguard.summary import Summary
 
 PREFIX = "perfguard/"
@@ -293,22 +291,6 @@ class PerfGuardCallback(Callback):
             self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
         if self.ledger.verbose >= 1:
             Console().print(summarize(self))
-
-
-def read_report(source: Any, study: str | None) -> Report | None:
-    """Read the report of a run, see :mod:`perfguard.report`. None: ``source`` is something else.
-
-    Args:
-        source: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or its PerfGuardCallback.
-        study: not used, because a search has one run.
-    """
-    from perfguard.report import Report
-
-    try:
-        ledger = ledger_of(source, who="perfguard.report")
-    except ConfigurationError:
-        return None
-    return Report(title=ledger.study, source="Ray Tune run", records=ledger.records(), num_repeated=ledger.num_repeated)
 
 
 def summarize(search: Any) -> Summary:

@@ -256,18 +256,17 @@ class StepTimer:
         self.num_steps += 1
         self._pending.append(mark)
         if mark.stamp is None or len(self._pending) > 256:  # a long run must not keep all marks of a device
-            self._fold_passed()
+            self._fold()
 
     @property
     def durations_s(self) -> list[float]:
         """Seconds between the ends of consecutive steps, in order; of a GPU's only those it has done."""
-        self._fold_passed()
+        self._fold()
         return list(self._steps_s)
 
     def catch_up(self) -> None:
         """Wait until the device has reached the last mark."""
-        while self._pending:
-            self._fold(self._pending.popleft())
+        self._fold(wait=True)
 
     def step_time_s(self) -> float | None:
         """Median seconds of a step; None with fewer than two. Waits for the device."""
@@ -275,10 +274,13 @@ class StepTimer:
         steps = self._steps_s[min(10, len(self._steps_s) // 10) :]
         return statistics.median(steps) if steps else None
 
-    def _fold_passed(self) -> None:
-        """Fold the marks that the device has reached."""
-        while self._pending and ((stamp := self._pending[0].stamp) is None or self._has_passed(stamp)):
-            self._fold(self._pending.popleft())
+    def _fold(self, *, wait: bool = False) -> None:
+        """Turn the marks that the device has reached into seconds; if it is to ``wait``, all of them."""
+        while self._pending and (wait or (stamp := self._pending[0].stamp) is None or self._has_passed(stamp)):
+            mark = self._pending.popleft()
+            if self._previous is not None:
+                self._steps_s.append(self._seconds(self._previous, mark))
+            self._previous = mark
 
     @staticmethod
     def _has_passed(stamp: Any) -> bool:
@@ -286,11 +288,6 @@ class StepTimer:
             return bool(stamp.query())
         except RuntimeError:
             return True  # a lost device; _seconds will see it too
-
-    def _fold(self, mark: _Mark) -> None:
-        if self._previous is not None:
-            self._steps_s.append(self._seconds(self._previous, mark))
-        self._previous = mark
 
     def _seconds(self, earlier: _Mark, later: _Mark) -> float:
         if earlier.stamp is not None and later.stamp is not None:
