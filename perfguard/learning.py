@@ -141,12 +141,12 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
     next run is like it. Two machines that write in turn are two regimes. A run that does not know a condition has the one of the
     run before it.
     """
-    known: list[str | int | None] = [None] * 4
-    regimes: list[tuple[str | int | None, ...]] = []
+    known: list[str | None] = [None] * 4
+    regimes: list[tuple[str | None, ...]] = []
     changes: list[tuple[Observation, str]] = []
     for run in observations:
-        measured = run.measurement
-        found = measured.driver, measured.framework, measured.device_name, run.device.memory_bytes
+        measured, memory = run.measurement, format_bytes(run.device.memory_bytes)  # a few bytes more are no change
+        found = measured.driver, measured.framework, measured.device_name, memory
         before, known = known, [new or old for new, old in zip(found, known, strict=True)]
         regime = tuple(known)
         if regimes and regime not in regimes and (words := _changed_in_words(before, known)):
@@ -157,14 +157,10 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
     return [order.index(regime) for regime in regimes], changes
 
 
-def _changed_in_words(before: Sequence[str | int | None], now: Sequence[str | int | None]) -> str:
+def _changed_in_words(before: Sequence[str | None], now: Sequence[str | None]) -> str:
     names = "driver", "framework", "device", "memory of the device"
     changed = ((name, old, new) for name, old, new in zip(names, before, now, strict=True) if old and old != new)
-    return "; ".join(f"{name}: {_condition(old)} is now {_condition(new)}" for name, old, new in changed)
-
-
-def _condition(value: str | int | None) -> str:
-    return format_bytes(value) if isinstance(value, int) else str(value)
+    return "; ".join(f"{name}: {old} is now {new}" for name, old, new in changed)
 
 
 # --- Readings that physics excludes ---------------------------------------------------------------------------------------------

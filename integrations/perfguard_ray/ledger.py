@@ -200,7 +200,12 @@ class Ledger:
         if hidden:
             return ConfigurationError(hidden)
         found = seen or self.guard.describe(self.build, config)
-        return found if isinstance(found, Exception) else self.guard.with_steps(found, flatten_dict(dict(config)))
+        if isinstance(found, Exception):
+            return found
+        try:
+            return self.guard.with_steps(found, flatten_dict(dict(config)))
+        except Exception as error:  # of epochs that are no number
+            return error
 
     def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
         """Key of a configuration in the memory of the search: everything that its verdict depends on.

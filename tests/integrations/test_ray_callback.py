@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +214,15 @@ def test_a_dry_run_that_fails_is_made_once_for_a_proposal() -> None:
     with pytest.warns(UnguardedTrialWarning):
         ledger.judge({"width": 8})
     assert fails.calls == 1
+
+
+def test_epochs_that_are_no_number_end_no_run() -> None:
+    def per_epoch(config: Mapping[str, Any]) -> Workload:
+        return replace(build({}), steps=None, steps_per_epoch=4)
+
+    ledger = Ledger(Guard("a100", epochs="model/epochs", log=False), per_epoch, "study")
+    with pytest.warns(UnguardedTrialWarning, match="could not judge a trial"):
+        assert not ledger.judge({"model": {"epochs": "ten"}}).rejected
 
 
 def test_worker_without_guarded_gpu_measures_nothing() -> None:
