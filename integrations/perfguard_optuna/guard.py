@@ -182,7 +182,7 @@ class OptunaGuard:
                 raise ConfigurationError(f"Workload has no field {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
 
         found: AnyWorkload | Exception | None = None
-        if model is not None:
+        if model is not None and own is not None:  # else rank 0 judges it
             try:
                 found = as_workload(model, batch, **workload)
                 announce_optimizer(found)
