@@ -91,7 +91,7 @@ class Spawned:
                 given.flush()
                 self.pipe: Connection = Client(("127.0.0.1", int(said.readline())), authkey=key)
             self.pipe.send(load)
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, TypeError, ValueError) as error:  # Python is embedded, for instance
             raise CaptureError(f"no process for dry runs starts ({type(error).__name__}: {error})") from error
         self.pid = self._process.pid
         self._before = 0
