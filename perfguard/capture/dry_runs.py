@@ -13,54 +13,37 @@ A child that hangs, dies or takes too much memory costs its limit, and its trial
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import gc
-import logging
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
-
-from perfguard.capture.sandbox import leave_databases, leave_files, write_nothing
-from perfguard.exceptions import CaptureError, TooLargeError
+from perfguard.capture.child import (
+    HAS_SENT,
+    Answer,
+    Ask,
+    SelfEnded,
+    autograd_refuses_forks,
+    await_child,
+    can_fork,
+    dry_run,
+    fork,
+    say_nothing,
+)
+from perfguard.capture.sandbox import leave_files
+from perfguard.capture.spawned import Spawned
+from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
-    from perfguard.capture.spawned import Spawned
     from perfguard.devices import Device
     from perfguard.workload import CapturedTrial
-
-
-class Answer(NamedTuple):
-    """The value of a parameter of a trial."""
-
-    name: str
-    value: Any
-    other: Any = None
-    """Another value that the search may propose, of a parameter that is continuous. None: it is not."""
-
-
-HAS_SENT = 86
-"""Exit status of a child that has said what it was forked for. Any other: something else has ended its process."""
-
-Ask = Callable[..., Any]
-"""``ask(*question)`` returns the value of a parameter. The question is the tuner's own, and can be pickled."""
-
-
-class SelfEnded(CaptureError):
-    """The objective ends the trial before its first step, as it may with these parameters and not with others."""
 
 
 class DryRuns:
@@ -122,8 +105,6 @@ class DryRuns:
             with suppress(OSError, CaptureError):
                 self._fork()
                 return
-        from perfguard.capture.spawned import Spawned
-
         self._spawned = Spawned(self._objective, self._device)
         self._pipe, self._server = self._spawned.pipe, self._spawned.pid
         self._finalizer = weakref.finalize(self, self._spawned.end, os.getpid())
@@ -372,170 +353,3 @@ def _end_server(server: int, pipe: Connection, owner: int) -> None:
         os.killpg(server, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(server, 0)
-
-
-def can_fork() -> bool:
-    """Whether this system has a fork. Windows has none."""
-    return hasattr(os, "fork")
-
-
-def autograd_refuses_forks(*, most_seconds: float = 5.0) -> bool:
-    """Whether a backward pass raises in a child of this process: one was run here, and PyTorch sees a GPU. A child tries it."""
-    if "torch" not in sys.modules:
-        return False
-    child = fork(keeps_autograd=False)
-    if not child:
-        import torch
-
-        try:
-            torch.ones((), requires_grad=True).backward()
-        except RuntimeError:
-            os._exit(HAS_SENT)
-        os._exit(0)
-    return not await_child(child, most_seconds, sys.maxsize, os.getppid())
-
-
-def fork(*, keeps_autograd: bool) -> int:
-    """Fork as ``os.fork`` does. With ``keeps_autograd``, PyTorch learns nothing of it, so its autograd runs in the child.
-
-    PyTorch refuses because the threads that run its backward passes on GPUs are not in the child. A dry run needs none of them.
-
-    Raises:
-        CaptureError: if this system cannot hide a fork.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; one whose lock is held costs the time limit
-        if not keeps_autograd:
-            return os.fork()
-        hidden = getattr(ctypes.PyDLL(None), "_Fork", None)  # POSIX.1-2024: without the handlers of pthread_atfork; glibc 2.34
-        if hidden is None:
-            raise CaptureError(
-                "A backward pass was run in this process already, so PyTorch refuses one in a dry run. Begin the study first."
-            )
-        python = ctypes.pythonapi
-        python.PyOS_BeforeFork()
-        process = int(hidden())
-        (python.PyOS_AfterFork_Parent if process else python.PyOS_AfterFork_Child)()
-    if not process:
-        with suppress(ImportError):  # the threads of OpenBLAS, which has not learnt of it either
-            from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-            threadpool_limits(1)
-    return process
-
-
-def say_nothing() -> None:
-    """Keep a process that was forked from reading, printing, logging and warning, and from the connections to databases."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-    sys.stdout = sys.stderr = open(null, "w", closefd=False)  # a notebook's, or a test suite's, are others  # noqa: SIM115
-    logging.disable()
-    faulthandler.disable()
-    warnings.simplefilter("ignore")
-    leave_databases()
-
-
-def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: Callable[[float], object] = time.sleep) -> str:
-    """Wait for a child, and return why it has not sent what it saw. Empty: it has."""
-    began, pause, before = time.monotonic(), 0.001, resident_bytes(os.getpid())
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended and os.WIFSIGNALED(status):
-            return f"the dry run of the objective was ended by signal {os.WTERMSIG(status)}"
-        if ended:
-            code = os.WEXITSTATUS(status)
-            return "" if code == HAS_SENT else f"the objective has ended the process of its dry run (exit status {code})"
-        problem = beyond_limits(child, began, before, most_s, most_bytes)
-        if not problem and os.getppid() != parent:
-            problem = "nobody waits for it"
-        if not problem:
-            wait(pause)
-            pause = min(2 * pause, 0.01)
-            continue
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return problem
-
-
-def beyond_limits(process: int, began: float, before: int, most_s: float, most_bytes: int) -> str:
-    """Return which limit a dry run has passed that ``began`` with ``before`` bytes of memory. Empty: none."""
-    if time.monotonic() - began > most_s:
-        return f"the dry run of the objective did not end within {most_s:g} s"
-    if resident_bytes(process) - before > most_bytes:
-        return f"the dry run of the objective took more than {most_bytes / 2**30:.3g} GiB of host memory"
-    return ""
-
-
-def resident_bytes(process: int) -> int:
-    """Return the host memory of a process. 0: it has ended."""
-    try:
-        return int(psutil.Process(process).memory_info().rss)
-    except psutil.Error:
-        return 0
-
-
-def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: Device, spares: bool) -> None:
-    """Run in the child: capture the objective, and send what it shows."""
-    process = os.getpid()
-
-    def send(word: str, content: Any) -> None:
-        if os.getpid() != process:  # the objective has forked
-            os._exit(0)
-        pipe.send((number, word, content))
-
-    def ask(*question: Any) -> Any:
-        send("ask", question)
-        word, value = pipe.recv()
-        if word == "cancel":
-            os._exit(HAS_SENT)
-        return value
-
-    found = seen(lambda: objective(ask), device, spares=spares)
-    try:
-        send("failed" if isinstance(found, Exception) else "captured", found)
-    except Exception as error:
-        send("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}"))
-
-
-def seen(run: Callable[[], object], device: Device, *, spares: bool) -> CapturedTrial | Exception:
-    """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails."""
-
-    def show() -> CapturedTrial:
-        change_nothing()
-        from perfguard.capture.trial import capture
-
-        return capture(run, device, spares=spares)
-
-    return shown(show)
-
-
-def change_nothing() -> None:
-    """Keep this process from changing a file, and let it be the first to end where memory ends."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    write_nothing()
-
-
-def shown(show: Callable[[], CapturedTrial]) -> CapturedTrial | Exception:
-    """Return what ``show`` returns, or why it fails."""
-    try:
-        return show()
-    except (CaptureError, TooLargeError) as error:
-        return error
-    except BaseException as error:
-        place = _line_of_user(error)
-        return CaptureError(f"the dry run of the objective ends{place} with {type(error).__name__}: {_short(error)}")
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:240]
-
-
-def _line_of_user(error: BaseException) -> str:
-    """The last line of the user's own that ``error`` came through."""
-    libraries = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in libraries) and not frame.filename.startswith("<"):
-            return f" at {Path(frame.filename).name}:{frame.lineno}"
-    return ""

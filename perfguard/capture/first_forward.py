@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from perfguard.capture.dry_runs import HAS_SENT, autograd_refuses_forks, await_child, change_nothing, fork, say_nothing, shown
+from perfguard.capture.child import HAS_SENT, autograd_refuses_forks, await_child, change_nothing, fork, say_nothing, shown
 from perfguard.capture.loaders import batches_given
 from perfguard.capture.sandbox import leave_files, leave_shared_memory
 from perfguard.capture.trial import Watch, watching

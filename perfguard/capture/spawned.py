@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from perfguard.capture.dry_runs import beyond_limits, dry_run, resident_bytes, say_nothing
+from perfguard.capture.child import beyond_limits, dry_run, resident_bytes, say_nothing
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
