@@ -61,6 +61,13 @@ def compiled_parts(model: nn.Module) -> Iterator[str]:
             yield from (path_inside(prefix) + name for name, value in _values_of(module).items() if _is_wrapped(value))
 
 
+def has_data_parallel(model: nn.Module) -> bool:
+    """Whether ``model`` is spread over the GPUs of one process, or a part of it."""
+    from torch import nn
+
+    return any(isinstance(module, nn.DataParallel) for module in model.modules())
+
+
 def _is_wrapped(value: Any) -> bool:
     if function_inside(value) is not None:
         return "_torchdynamo_disable" not in vars(value)

@@ -110,7 +110,7 @@ def _warner_of_no_pruner() -> Callable[[optuna.Study, FrozenTrial], None]:
     def warn() -> None:
         warn_user(
             "A GuardedStudy runs without a PerfGuardPruner, so its trials are unguarded. Give it to optimize: "
-            'pruner=PerfGuardPruner(gpu="auto", build=build).',
+            'pruner=PerfGuardPruner(gpu="auto").',
             UnguardedTrialWarning,
         )
 

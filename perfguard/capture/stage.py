@@ -6,7 +6,7 @@ What belongs on the device is on meta, and the rest of the program is real:
     `.to("cuda")`, `.cuda()`    on meta
     a batch from a loader       real, read by the process itself; a twin on meta stands for it where an operator meets it
     `.cpu()`, `.numpy()`        zeros; of labels, lengths and masks, and of what follows from them, their values (`values.py`)
-    `.item()`, `if loss > 0`    0, and what holds for 0, likewise
+    `.item()`, `if loss > 0`    next to 0, and what holds for that, likewise
 
 So the same modes that trace a described workload (:class:`DevicePaths`, :class:`Recorder`) see the user's step.
 """
@@ -103,6 +103,8 @@ class HostTensors(TorchDispatchMode):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         given = tensors_in((args, kwargs))
+        if _is_meta_device(kwargs.get("device")):
+            _refuse_sparse(kwargs.get("layout"))
         if kwargs.get("pin_memory"):  # there may be no GPU for it, and a process that was forked may not use one
             kwargs = {**kwargs, "pin_memory": False}
         if any(tensor.is_cuda for tensor in given):  # it was on the device before the dry run began
@@ -195,6 +197,7 @@ class HostTensors(TorchDispatchMode):
 
     def _copied(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """A batch on its way to the device: where the trace of a workload begins, it is there already."""
+        _refuse_sparse(source.layout)
         dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
         self.values.remember(twin, source)
@@ -212,6 +215,7 @@ class HostTensors(TorchDispatchMode):
         return {key: self._with_twins(item) for key, item in value.items()} if type(value) is dict else value
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        _refuse_sparse(tensor.layout)
         views = self._twins.setdefault(tensor.untyped_storage(), {})
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in views:
@@ -226,6 +230,14 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether every device runs an operator as a series of others. `silu_backward`, for instance, has kernels of its own too."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return has(func.name(), "CompositeImplicitAutograd") and not any(has(func.name(), key) for key in ("CPU", "CUDA"))
+
+
+def _refuse_sparse(layout: torch.layout | None) -> None:
+    if layout not in (None, torch.strided):
+        raise CaptureError(
+            f"A tensor of layout {layout} cannot be dry-run: PyTorch has no kernels of it without data. Add up over its indices "
+            "(`index_add`, or an edge_index in PyTorch Geometric), or make it dense."
+        )
 
 
 _READING_LENGTHS = (aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)
@@ -267,10 +279,11 @@ class Placement(TorchFunctionMode):
                 return _BACKWARD[func](*args, **kwargs)
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
-        if func in _VALUES and on_meta:
+        is_read = not torch._C._len_torch_dispatch_stack()  # a loader makes a batch, and what it runs is no work of the device
+        if on_meta and (func in _VALUES or (is_read and func in _CONDITIONS)):
             args = (self._host.values.read(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
-            return source.to(META)
+            func, args, kwargs = torch.Tensor.to, (source, META), {}
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
         elif func is torch.Tensor.is_pinned and not on_meta:
@@ -279,11 +292,14 @@ class Placement(TorchFunctionMode):
             return source.untyped_storage()._cdata
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
+        if is_read and len({tensor.is_meta for tensor in tensors_in((args, kwargs)) if tensor.dim()}) > 1:
+            args = tree_map_only(torch.Tensor, self._host.values.read, args)  # a transform with buffers
+            kwargs = {**tree_map_only(torch.Tensor, self._host.values.read, kwargs)}
         place = self._place_of_source if on_meta else self._place
         args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
-        makes = self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
+        makes = self._is_cpu and not is_read and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
         if makes and sys._getframe(1).f_globals.get("__name__") not in _ABOUT_RANKS:
             device = kwargs.get("device")
             if self.in_forward if device is None else torch.device(device).type == "cpu":
@@ -291,9 +307,11 @@ class Placement(TorchFunctionMode):
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
-        if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
+        if func in _FROM_DATA and out.is_meta and not tensors_in(args):  # sizes that several processes agree on, constants
             with _disable_current_modes():
                 self._host.values.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
+        elif is_read and func is torch.Tensor.to and out.is_meta and not on_meta:  # a collate function moves its batch
+            self._host.values.remember(out, source)
         return out
 
     @staticmethod
@@ -314,6 +332,8 @@ _BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(fu
 """What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
+_FROM_DATA = {torch.tensor, torch.as_tensor}
+_CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 _IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""

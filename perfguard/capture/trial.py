@@ -39,10 +39,11 @@ from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
 from perfguard.graph.selections import GENERATED, GROUPED_PRODUCTS
-from perfguard.graph.trace import unmodelled
+from perfguard.graph.trace import DATA_PARALLEL, unmodelled
 from perfguard.pytorch import (
     compiled_parts,
     gc_paused,
+    has_data_parallel,
     is_compiled,
     module_inside,
     objects_of,
@@ -160,7 +161,7 @@ class Watch:
         self._channels_last = False
         self._compiled = False
         self._unmodelled: set[str] = set()
-        """What the graph does not account for of the optimizers."""
+        """What the graph does not account for of the optimizers and of DataParallel."""
         self._has_engine = False
         """Whether DeepSpeed trains."""
         self._open_steps: list[tuple[FrameType, torch.optim.Optimizer]] = []
@@ -230,6 +231,7 @@ class Watch:
             self._has_engine = bool(engines_in(self._roots.values()))
             self._compiled |= is_compiled(module)
             self._parts += compiled_parts(module)
+            self._unmodelled |= {DATA_PARALLEL} if has_data_parallel(module) else set()
         images = [tensor for tensor in tensors_in(args) if tensor.dim() == 4]
         last = torch.channels_last
         self._channels_last |= any(x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in images)
@@ -409,7 +411,7 @@ class Watch:
             raise CaptureError("Nothing of a step was seen on the device. Describe what the objective runs: build=...")
         if not self.marks:
             learns = any(op.phase is Phase.BACKWARD for op in self._recorder.ops)
-            why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 0`, is left out." if learns else ""
+            why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 1`, is left out." if learns else ""
             raise CaptureError(f"The objective made no step of a torch optimizer.{why} Describe what it runs: build=...")
         self._held = self._lasting()
         self._lives = self._recorder.lives()
@@ -553,7 +555,7 @@ class Watch:
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
                 *((GENERATED,) if mode == "train" and self.generations.are_cut(begin, end) else ()),
-                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT) if text in self._unmodelled),
+                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT, DATA_PARALLEL) if text in self._unmodelled),
             ),
         )
 

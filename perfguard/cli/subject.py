@@ -250,15 +250,11 @@ def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
 
 
 def _notes(workload: Workload) -> list[str]:
-    from torch import nn
-
     notes = []
     if workload.mode == "train" and workload.optimizer is None and workload.step is None:
         notes.append(
             "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
         )
-    if any(isinstance(module, nn.DataParallel) for module in workload.model.modules()):
-        notes.append("DataParallel is judged as one module, with the whole batch on one GPU. Several GPUs are not modelled.")
     return notes
 
 

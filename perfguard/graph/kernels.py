@@ -30,6 +30,7 @@ import torch.cuda.amp.common
 import torch.nn.functional as F
 import torch.nn.modules.transformer
 import torch.utils.checkpoint
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from perfguard.exceptions import TraceError
@@ -537,6 +538,7 @@ def device_semantics(device_type: str) -> Iterator[None]:
     - Torch's Transformer reads the values of a mask to see whether it is causal. On meta, a square mask counts as causal.
     - Models of Hugging Face check whether a padding mask hides anything; on meta, it does. They also check whether positions
       show several sequences in one row; on meta, they do not.
+    - DataParallel is one module on one device. Its own forward pass looks for its parameters on the GPUs of this machine.
     - What torch.compile wraps runs as eager code, in other threads too. Otherwise the compiler would find that it cannot compile
       the code under a trace, and would then never compile it again.
 
@@ -568,6 +570,11 @@ def _replace_all() -> None:
         return mask.dim() == 2 and mask.shape[0] == mask.shape[1] if is_meta(mask) and is_causal is None else _USE_ORIGINAL
 
     _replace(transformer, "_detect_is_causal_mask", is_causal_mask)
+
+    def forward_of_one(self: nn.DataParallel[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs) if any(map(is_meta, self.module.parameters())) else _USE_ORIGINAL
+
+    _replace(nn.DataParallel, "forward", forward_of_one)
     if not torch.cuda.is_available():
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         _replace(torch.cuda, "is_bf16_supported", lambda *_: True)

@@ -32,6 +32,7 @@ from perfguard.pytorch import (
     compiled_parts,
     function_inside,
     gc_paused,
+    has_data_parallel,
     is_compiled,
     path_inside,
     random_numbers_kept,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
 """Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
+DATA_PARALLEL = "DataParallel: judged as one module, with the whole batch on one GPU"
+"""Another entry."""
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 _PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
@@ -155,6 +158,8 @@ class _Tracer:
             compiled=workload.compiled,
             compiled_parts=parts,
         )
+        if has_data_parallel(workload.model):
+            yield DATA_PARALLEL
         if workload.precision in _AUTOCAST and workload.step is not None:
             yield "a step of your own: autocast is only where the step itself enters it"
         if self._has_paged_states:
