@@ -1536,7 +1536,9 @@ def test_sparse_tensors_on_the_device_are_named(device: Any, is_made_there: bool
 
     def objective() -> None:
         place = name if is_made_there else "cpu"
-        adjacency = torch.sparse_coo_tensor(torch.arange(8).repeat(2, 1), torch.ones(8), (8, 8), device=place).to(name)
+        adjacency = torch.sparse_coo_tensor(
+            torch.arange(8).repeat(2, 1), torch.ones(8), (8, 8), device=place, check_invariants=True
+        ).to(name)
         model = nn.Bilinear(8, 8, 3).to(name)
         model.forward = lambda x: torch.mm(adjacency, x @ model.weight[0]).mean()  # type: ignore[method-assign,assignment,misc]
         model(torch.randn(8, 8, device=name)).backward()
