@@ -124,7 +124,7 @@ def train_without_end(config: dict[str, Any]) -> None:
             loss = model(torch.ones(32, 64)).square().mean()
             loss.backward()
             optimizer.step()
-        tune.report({"loss": 1 / loss.item()})
+        tune.report({"loss": 1 / (loss.item() > 1e-6)})
 
 
 def work(config: dict[str, Any]) -> None:
