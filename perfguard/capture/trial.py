@@ -411,7 +411,7 @@ class Watch:
             raise CaptureError("Nothing of a step was seen on the device. Describe what the objective runs: build=...")
         if not self.marks:
             learns = any(op.phase is Phase.BACKWARD for op in self._recorder.ops)
-            why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 1`, is left out." if learns else ""
+            why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 0`, is left out." if learns else ""
             raise CaptureError(f"The objective made no step of a torch optimizer.{why} Describe what it runs: build=...")
         self._held = self._lasting()
         self._lives = self._recorder.lives()

@@ -4,8 +4,7 @@ Labels, lengths and masks have values, because the host has made them. An operat
 known and small. So its result is known: `int(labels.max())`, `mask.nonzero()`, `batch.unique()`.
 
 Other values are those of a network, which nobody knows before it is trained. They are 0, and an operator that compares them says
-what it says of 0. A single number, such as a loss, is the smallest that is not 0: scripts take its logarithm, or divide by it.
-That answers conditions, such as `(boxes >= 0).all()`, and never the size of a selection.
+what it says of 0. That answers conditions, such as `(boxes >= 0).all()`, and never the size of a selection.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Values:
         return (found := self._of(tensor)) is not None and found.is_sure
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the host reads of ``tensor``. What is not known is 0, or next to it."""
+        """Return what the host reads of ``tensor``. What is not known is 0."""
         if not tensor.is_meta:
             return tensor
         if not self.are_known(tensor):
@@ -75,9 +74,7 @@ class Values:
         with _disable_current_modes():
             found = self._of(tensor)
             if found is None:
-                # What an operator has written to is a flag, as for gradients that overflow, and no loss.
-                is_loss = not tensor.dim() and tensor.is_floating_point() and not _version_of(tensor)
-                return torch.tensor(_least(tensor.dtype), dtype=tensor.dtype) if is_loss else zeros_on_host(tensor)
+                return zeros_on_host(tensor)
             return _part_of(found.copied(), tensor)
 
     def _of(self, tensor: torch.Tensor) -> _Value | None:
@@ -166,11 +163,6 @@ class Values:
             name: torch.device("cpu") if name == "device" and value is not None else tree_map_only(torch.Tensor, self.read, value)
             for name, value in kwargs.items()
         }
-
-
-def _least(dtype: torch.dtype) -> float:
-    """The smallest positive number, at most as small as float32 has it, so that its reciprocal and its square are numbers too."""
-    return max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny)
 
 
 def _part_of(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

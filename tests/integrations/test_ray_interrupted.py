@@ -88,5 +88,5 @@ def test_run_that_is_interrupted_and_then_killed_is_resumed_into_the_same_rows(t
     assert all("step_time" in after[width].measured for width in (8, 16, 24))
     steps = {line.split()[2] for line in console.splitlines() if line.startswith("result ")}
     assert steps == {"12"}, "a trial that begins anew is measured once"
-    assert "0 of 3" in console, "the account at the end is of the whole run"
+    assert "of 3 measured trials" in console, "the account at the end is of the whole run"
     assert "measure()" not in console

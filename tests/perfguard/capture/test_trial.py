@@ -7,7 +7,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -428,8 +427,7 @@ def metrics_in_numpy_and_lists() -> None:
         assert 0 <= np.mean(output.argmax(1).cpu().numpy() == y.numpy()) <= 1
         assert len(output.detach().cpu().tolist()) == 32
         assert np.asarray(output.detach().cpu()).shape == (32, 3)
-        assert 0 < sum(value.item() for value in output[0]) < 1e-30
-        assert math.log10(1 / output.mean().item()) > math.log(output.std().cpu().item())
+        assert sum(value.item() for value in output[0]) == 0
 
 
 @counts(10, 20)
@@ -1467,10 +1465,10 @@ def test_step_that_depends_on_a_value_is_named() -> None:
         optimizer = torch.optim.SGD(model.parameters())
         for x, y in rows():
             F.cross_entropy(model(x.cuda()), y.cuda()).backward()
-            if nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1:
+            if nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0:
                 optimizer.step()
 
-    with pytest.raises(CaptureError, match="a step that depends on one, as in `if norm > 1`, is left out"):
+    with pytest.raises(CaptureError, match="a step that depends on one, as in `if norm > 0`, is left out"):
         capture(objective, A100)
 
 
