@@ -55,6 +55,8 @@ def as_json(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], or
 
 def _origin() -> dict[str, str]:
     machine = f"{os.cpu_count()} cores of an {resolve_device('cpu').name}, load {_LOAD_AT_START:.1f} at the start"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.get_device_name()}, {machine}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return {"date": str(datetime.date.today()), "machine": f"{machine}, {versions}", "command": command_of(sys.argv)}
 

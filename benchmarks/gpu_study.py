@@ -44,7 +44,7 @@ from perfguard_research.collect.run import limit_memory
 
 _FITTING = 2 / 3
 _SAMPLED = 60
-_STEPS = {"cuda": 60, "cpu": 3}
+_STEPS = {"cuda": 20, "cpu": 3}
 _CLASSES = 10
 _SEQUENCE = 128
 _VOCABULARY = 512
@@ -175,7 +175,7 @@ def train(params: Mapping[str, Any], *, task: str, steps: int, device: torch.dev
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        inputs, labels = TASKS[task].batch(256, device)
+        inputs, labels = TASKS[task].batch(params["batch_size"], device)
         return float((model(inputs).argmax(1) == labels).float().mean())
 
 
@@ -234,9 +234,7 @@ def run_study(task: str, device: Device, limit: int, stretch: float, trials: int
     with tempfile.TemporaryDirectory() as folder:
         if guarded:
             study = create_study(direction="maximize", sampler=sampler)
-            pruner = PerfGuardPruner(
-                gpu=device, build=functools.partial(build, task=task, steps=steps), memory_budget=limit, log=f"{folder}/log.db"
-            )
+            pruner = PerfGuardPruner(gpu=device, memory_budget=limit, log=f"{folder}/log.db")
             study.optimize(objective, n_trials=trials, pruner=pruner, count="proposed", catch=(RuntimeError,))
             summary = summarize(study)
             launched, known = summary.num_launched, summary.time_errors

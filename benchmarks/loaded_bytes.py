@@ -32,7 +32,7 @@ def main() -> None:
     found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for run, device, graph in graphs_of([arguments.table], lambda run: "memory" in run.labels, cache=arguments.cache):
         kind = "with convolutions" if "conv" in graph.kinds else "without convolutions"
-        replayed = graph.reserved_bytes + device.context_bytes
+        replayed = graph.reserved_bytes(device) + device.context_bytes
         found[f"{run.source} {run.gpu}, {run.mode}, {kind}"].append((math.exp(run.labels["memory"]), replayed))
     lines = []
     for name, runs in sorted(found.items()):

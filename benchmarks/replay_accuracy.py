@@ -44,11 +44,12 @@ def compare(row: MeasuredRow) -> Compared | str:
     try:
         model = row.make_model()
         assert model is not None
-        graph = trace(row.workload(model), target=resolve_device(row.gpu))
+        device = resolve_device(row.gpu)
+        graph = trace(row.workload(model), target=device)
     except PerfGuardError as error:
         return f"{row.model}: {error}"
     assert row.peak_memory_bytes is not None
-    return Compared(row.family, row.peak_memory_bytes, graph.peak_live_bytes, graph.reserved_bytes)
+    return Compared(row.family, row.peak_memory_bytes, graph.peak_live_bytes, graph.reserved_bytes(device))
 
 
 def errors(estimates: Iterable[float], rows: Sequence[Compared]) -> tuple[float, float]:

@@ -77,8 +77,9 @@ def traced_bytes(author: str, name: str) -> tuple[str, int] | None:
     run = run_row(row, "run")
     model = run.make_model()
     assert model is not None
-    graph = trace(run.workload(model), target=resolve_device("h100"))
-    return f"{size}, {length} tokens, {mode}, {precision}", graph.reserved_bytes
+    device = resolve_device("a100")
+    graph = trace(run.workload(model), target=device)
+    return f"{size}, {length} tokens, {mode}, {precision}", graph.reserved_bytes(device)
 
 
 def main() -> None:

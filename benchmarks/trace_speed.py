@@ -55,7 +55,7 @@ def by_perfguard(model: nn.Module, batch: int) -> int:
         loss=F.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     )
-    return replay_allocator(trace(workload)).reserved_bytes
+    return replay_allocator(trace(workload), resolve_device("a100")).reserved_bytes
 
 
 def by_mem_tracker(model: nn.Module, batch: int) -> int:

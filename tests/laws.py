@@ -57,7 +57,7 @@ def some_runs(name: str = "") -> list[Run]:
         device = resolve_device(gpu)
         for graph in some_graphs(mode):
             view = features_of(views, graph, device)
-            memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
+            memory = math.log(graph.reserved_bytes(device) + device.context_bytes + 1.2e9)
             time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)
             labels = {"memory": memory, "time": time, "gpu_util": 0.3, "sm_active": -0.4}
             setting = replace(Setting.of(graph, device), device_id=gpu)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, replay_allocator, trace
 from perfguard.workload import TensorSpec, Workload
@@ -42,7 +43,7 @@ def check(graph: OpGraph) -> None:
     """What must hold of any step."""
     parameter_bytes = sum(s.num_bytes for s in graph.storages if s.birth == -1)
     assert graph.peak_live_bytes >= parameter_bytes > 0
-    assert replay_allocator(graph).reserved_bytes >= graph.peak_live_bytes
+    assert replay_allocator(graph, resolve_device("a100")).reserved_bytes >= graph.peak_live_bytes
     assert graph.flops > 0
 
 

@@ -214,7 +214,7 @@ def _calling(function: Callable[..., Any], packet: Any) -> Callable[..., Any]:
     def called(*args: Any) -> Any:
         return function(*args)
 
-    called.op_overloads = packet.op_overloads  # type: ignore[attr-defined]
+    called.op_overloads = lambda: [getattr(packet, name) for name in packet.overloads()]  # type: ignore[attr-defined]
     return called
 
 

@@ -604,35 +604,48 @@ class _Nothing:
     def __exit__(self, *_: Any) -> None: ...
 
 
+# https://developer.nvidia.com/cuda-gpus; of a generation's cards, its large ones.
+_CAPABILITIES = {
+    "Kepler": (3, 7), "Pascal": (6, 0), "Volta": (7, 0), "Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0),
+    "Blackwell": (10, 0),
+}  # fmt: skip
+
+
 def _pretend_cuda(replace: Replace, device: Device) -> None:
     """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver."""
-    memory = device.memory_bytes
+    memory, capability = device.memory_bytes, _CAPABILITIES.get(device.architecture, (8, 0))
     properties = types.SimpleNamespace(
-        name=device.name, total_memory=memory, major=8, minor=0, multi_processor_count=108, is_integrated=False
-    )
+        name=device.name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=device.num_sms,
+        is_integrated=False,
+    )  # fmt: skip
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_name": device.name,
-        "get_device_capability": (8, 0), "get_device_properties": properties, "mem_get_info": (memory, memory),
+        "get_device_capability": capability, "get_device_properties": properties, "mem_get_info": (memory, memory),
         "is_bf16_supported": True, "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None,
         "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "memory_stats": {}, "memory_summary": "",
         "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None, "_lazy_init": None,
         "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
-        "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(),
+        "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(), "is_current_stream_capturing": False,
     }  # fmt: skip
 
     def answering(answer: Any) -> Callable[[Any], Any]:
         return lambda _: lambda *_, **__: answer
 
     for name, answer in answers.items():
-        replace(torch.cuda, name, answering(answer))
-        replace(torch.cuda.random, name, answering(answer))
+        for module in (torch.cuda, torch.cuda.random, torch.accelerator):
+            replace(module, name, answering(answer))
+    replace(torch.accelerator, "current_accelerator", answering(torch.device("cuda")))
+    replace(torch.accelerator, "current_device_index", answering(0))
+    replace(torch.accelerator, "set_device_index", answering(None))
+    replace(torch.backends.cudnn, "is_acceptable", answering(False))  # it would load cuDNN, to lay out weights of an LSTM
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         replace(torch.cuda.nvtx, name, answering(0))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     current = _Nothing()
-    for name in ("current_stream", "default_stream"):
-        replace(torch.cuda, name, lambda _: lambda *_, **__: current)
-    for name in ("stream", "device"):
-        replace(torch.cuda, name, lambda _: lambda *_, **__: nullcontext())
+    for module in (torch.cuda, torch.accelerator):
+        for name in ("current_stream", "default_stream"):
+            replace(module, name, lambda _: lambda *_, **__: current)
+        for name in ("stream", "device", "device_index"):
+            replace(module, name, lambda _: lambda *_, **__: nullcontext())

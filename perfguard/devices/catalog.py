@@ -49,7 +49,7 @@ class Device:
     architecture: str
     """Vendor's name of the generation, for instance "Ampere"."""
     context_bytes: int
-    """Memory of the driver before the first tensor: CUDA context and kernels. 0 on a CPU."""
+    """What the driver counts for a training process beside PyTorch's allocator: CUDA context and kernels. 0 on a CPU."""
     launch_overhead_s: float
     """Least time of one operator in eager PyTorch."""
     source: str

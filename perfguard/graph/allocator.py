@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 
 if TYPE_CHECKING:
+    from perfguard.devices import Device
     from perfguard.graph.opgraph import OpGraph
 
 MIN_BLOCK = 512
@@ -33,8 +34,12 @@ _LARGE_POOL = 1 << _ADDRESS_BITS - 1
 """The first address of the large pool."""
 
 
-CUBLAS_WORKSPACE = 8_519_680
-"""Bytes that PyTorch allocates at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
+def cublas_workspace_bytes(device: Device) -> int:
+    """What PyTorch allocates at a thread's first matrix product, for good: 32 MiB since Hopper, before ":4096:2:16:8".
+
+    So `CublasHandlePool.cpp` says, an H100, and the snapshots of `benchmarks/snapshots.py`.
+    """
+    return 32 * 2**20 if device.architecture in ("Hopper", "Blackwell") else 8_519_680
 
 
 class AllocatorReplay(NamedTuple):
@@ -141,9 +146,9 @@ class _Program(NamedTuple):
 
     lasting: list[int]
     first: list[int]
-    """The first step. Index len(storages) is cuBLAS's workspace."""
+    """The first step. Indices len(storages) and the next one are cuBLAS's workspaces."""
     later: list[int]
-    """Any other; indices from len(storages) + 1 are what the step before left, in the order of ``carried``."""
+    """Any other; indices from len(storages) + 2 are what the step before left, in the order of ``carried``."""
     carried: list[int]
     """Storages of which the one of the step before is there while the step makes its own: the batch, kept outputs."""
 
@@ -172,7 +177,9 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
         elif storage.birth >= 0:
             leftover.append(index)
     first_update = next((i for i, op in enumerate(ops) if op.phase is Phase.OPTIMIZER), end)
-    first_product = next((i for i, op in enumerate(ops) if op.kind == "matmul"), None)
+    # The backward pass has a thread of its own, with another handle of cuBLAS.
+    products = [(i, op.phase is Phase.BACKWARD) for i, op in enumerate(ops) if op.kind == "matmul"]
+    first_products = [next((i for i, is_backward in products if is_backward is wanted), None) for wanted in (False, True)]
 
     def made(indices: Iterable[int]) -> list[int]:
         """A storage that dies before an operator uses it is freed at once."""
@@ -184,23 +191,24 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
 
     first = made(inputs)
     # The next batch is there before the name of the last one is bound to it.
-    slots = range(number + 1, number + 1 + len(inputs) + len(kept))
+    slots = range(number + 2, number + 2 + len(inputs) + len(kept))
     later = [*first, *freed(slots[: len(inputs)]), *freed(leftover)]
     ends: dict[int, list[int]] = {}
     for slot, index in zip(slots[len(inputs) :], kept, strict=True):
         ends.setdefault(storages[index].death - end - 1, []).append(slot)
     for i in range(end):
-        both = made(births[i]) + freed(deaths[i])
-        first += [number] * (i == first_product) + (made(state) if i == first_update else []) + both
-        later += both + freed(ends.get(i, ()))
+        outputs, ended = made(births[i]), freed(deaths[i])
+        workspaces = [number + at for at, product in enumerate(first_products) if i == product]  # a kernel asks after its outputs
+        first += (made(state) if i == first_update else []) + outputs + workspaces + ended
+        later += outputs + ended + freed(ends.get(i, ()))
     last = made(births[end])
     return _Program(made(lasting), first + last, later + last, [*inputs, *kept])
 
 
-def replay_allocator(graph: OpGraph) -> AllocatorReplay:
-    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
+def replay_allocator(graph: OpGraph, device: Device) -> AllocatorReplay:
+    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator of ``device``."""
     program, number = _program_of(graph.ops, graph.storages), len(graph.storages)
-    sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), rounded(CUBLAS_WORKSPACE)]
+    sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), *[rounded(cublas_workspace_bytes(device))] * 2]
     sizes += [0] * len(program.carried)
     blocks = [0] * len(sizes)
     allocator = CachingAllocator()
@@ -210,7 +218,7 @@ def replay_allocator(graph: OpGraph) -> AllocatorReplay:
     # nothing more from the driver is the last.
     for _ in range(3):
         before = allocator.reserved_bytes
-        for at, index in enumerate(program.carried, number + 1):
+        for at, index in enumerate(program.carried, number + 2):
             blocks[at], blocks[index] = blocks[index], 0
         allocator.run(program.later, sizes, blocks)
         if allocator.reserved_bytes == before:

@@ -1,6 +1,6 @@
 """Cost of one aten operator: its kind, FLOPs and bytes.
 
-FLOPs of matrix products and attention come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
+FLOPs of matrix products come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
 that counter ignores groups in the backward pass (a depthwise net would come out up to 200 times too slow).
 """
 
@@ -137,6 +137,10 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
         return product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
     if (counter := _OWN_COUNTERS.get(name)) is not None:
         return counter(args)
+    if name.startswith("_scaled_dot_product_"):  # torch's counter of before 2.12 refuses fewer heads of keys than of queries
+        backward = name.endswith("_backward")
+        shapes = (tensor.shape for tensor in args[backward : backward + 3])
+        return (_attention_backward_flops if backward else attention_flops)(*shapes)
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
@@ -199,10 +203,6 @@ def _fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> in
 # Operators that torch's registry does not know.
 _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
     "convolution_backward": _convolution_backward_flops,
-    "_scaled_dot_product_flash_attention_for_cpu": lambda args: attention_flops(*(tensor.shape for tensor in args[:3])),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_backward_flops(
-        *(tensor.shape for tensor in args[1:4])
-    ),
     "int8_linear_matmul": lambda args: 2 * args[0].numel() * args[1].shape[0],  # bitsandbytes' (M, K) x (N, K)
     "fused_rnn": lambda args: _fused_rnn_flops(args[0], args[3]),
     "fused_rnn_backward": lambda args: 2 * _fused_rnn_flops(args[1], args[5]),

@@ -179,9 +179,9 @@ def fused_rms_norm(
 
 FUSED_RNNS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-# Values that cuDNN keeps for each unit, time step and sample, beside the layer's output: the gates, and of an LSTM the cell's
-# state and its tanh, of a GRU the candidate before its gate. An estimate: cuDNN does not document its layout.
-_RESERVED = {"lstm": 6, "gru": 4, "rnn_tanh": 1, "rnn_relu": 1}
+# Values that cuDNN keeps for each unit, time step and sample, beside the outputs of all layers but the last: measured on an
+# H100, cuDNN 9 (`benchmarks/cudnn_bytes.py`). It does not document its layout.
+_RESERVED = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 
 _library.define(
     "fused_rnn(Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, int num_directions, int num_reserved) "
@@ -219,18 +219,21 @@ def _rnn_backward_on_meta(
 class _FusedRnn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, num_directions: int, num_reserved: int,
+        ctx: Any, num_directions: int, num_reserved: int, num_workspace: int,
         input: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        _workspace = input.new_empty(num_workspace)
         output, hy, cy, reserve = torch.ops.perfguard.fused_rnn(input, hx, cx, weights, num_directions, num_reserved)
         ctx.save_for_backward(input, output, hx, cx, reserve, *weights)
+        ctx.num_workspace = num_workspace
         return output, hy, cy
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         input, output, hx, cx, reserve, *weights = ctx.saved_tensors
+        _workspace = input.new_empty(ctx.num_workspace)
         grad_input, grad_hx, *rest = torch.ops.perfguard.fused_rnn_backward(grad_output, input, output, hx, cx, weights, reserve)
-        return None, None, grad_input, grad_hx, *([None] if cx is None else []), *rest
+        return None, None, None, grad_input, grad_hx, *([None] if cx is None else []), *rest
 
 
 def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> bool:
@@ -239,16 +242,24 @@ def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> boo
     return kind == "lstm" and is_padded and input.dtype is torch.float32 and states[0].shape == states[1].shape
 
 
-def fused_rnn(kind: str, input: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, in either of their forms (padded, packed), as cuDNN runs it."""
+def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple[torch.Tensor, ...]:
+    """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, in either of their forms (padded, packed), as cuDNN runs it.
+
+    cuDNN's workspace is seldom less than what is counted: in the middle of 88 layers on an H100 it is twice that, and many times
+    that where there are few units (`benchmarks/cudnn_bytes.py`).
+    """
     packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
     states, weights, _biases, num_layers, _dropout, train, bidirectional = args[1:8] if packed else args[:7]
     hx, cx = states if kind == "lstm" else (states, None)
     num_directions = 2 if bidirectional else 1
     hidden, width = weights[0].shape[0] // _GATES[kind], hx.shape[-1]
     kept = _RESERVED[kind] * hidden * num_directions * num_layers + width * num_directions * (num_layers - 1)
-    num_reserved = input.shape[:-1].numel() * kept if train else 0
-    output, hy, cy = _FusedRnn.apply(num_directions, num_reserved, input, hx, cx, *weights)  # type: ignore[no-untyped-call]
+    positions = input.shape[:-1].numel()
+    beside_gates = 3.3 if bidirectional else 1
+    of_units = int((_GATES[kind] + beside_gates) * positions * width * num_directions)
+    num_workspace = 0 if on_cpu else of_units + 3 * input.numel() + sum(weight.numel() for weight in weights)
+    sizes = num_directions, positions * kept if train else 0, num_workspace
+    output, hy, cy = _FusedRnn.apply(*sizes, input, hx, cx, *weights)  # type: ignore[no-untyped-call]
     return (output, hy, cy) if kind == "lstm" else (output, hy)
 
 
@@ -409,7 +420,7 @@ class DevicePaths(TorchFunctionMode):
         if name == "rms_norm" and not self._target.is_cpu and is_meta(args[0]):
             return fused_rms_norm(*args, **kwargs)
         if name in FUSED_RNNS and is_meta(args[0]) and (not self._target.is_cpu or is_fused_on_cpu(name, *args)):
-            return fused_rnn(name, *args, **kwargs)
+            return fused_rnn(name, *args, **kwargs, on_cpu=self._target.is_cpu)
         return func(*args, **kwargs)
 
     def _dropout(

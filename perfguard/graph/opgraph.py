@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from perfguard.graph.allocator import replay_allocator
 from perfguard.graph.libraries import HOST_OPTIMIZER
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.selections import GROUPED_PRODUCTS
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
 
 SCHEMA_VERSION = 3
 _LASTING = (
@@ -185,9 +188,14 @@ class OpGraph:
         return {kind: int(held[kinds == kind].sum()) for kind in (StorageKind if self.has_all_bytes else _LASTING)}
 
     @cached_property
-    def reserved_bytes(self) -> int:
-        """Memory that CUDA's caching allocator takes from the driver for the step, with its default settings."""
-        return replay_allocator(self).reserved_bytes
+    def _reserved_bytes(self) -> dict[str, int]:
+        return {}
+
+    def reserved_bytes(self, device: Device) -> int:
+        """Memory that CUDA's caching allocator takes from the driver of ``device`` for the step, with its default settings."""
+        if device.architecture not in self._reserved_bytes:  # the workspaces of cuBLAS depend on it
+            self._reserved_bytes[device.architecture] = replay_allocator(self, device).reserved_bytes
+        return self._reserved_bytes[device.architecture]
 
     @cached_property
     def edges(self) -> npt.NDArray[np.int64]:

@@ -111,7 +111,7 @@ def memory_parts(graph: OpGraph, device: Device) -> dict[str, int]:
     """
     parts = {_PARTS[kind]: held for kind, held in graph.bytes_by_kind().items()}
     if device.kind == "cuda":
-        parts["cache"] = max(graph.reserved_bytes - sum(parts.values()), 0)
+        parts["cache"] = max(graph.reserved_bytes(device) - sum(parts.values()), 0)
         parts["context"] = device.context_bytes
     return parts
 

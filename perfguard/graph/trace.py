@@ -394,7 +394,7 @@ def unmodelled(
         others = f" and {len(compiled_parts) - 4} more" if len(compiled_parts) > 4 else ""
         yield f"torch.compile: compiled parts are predicted as eager: {', '.join(compiled_parts[:4])}{others}"
     if "fused_rnn" in names:
-        yield "recurrent layers: the size of their reserve space is an estimate"
+        yield "recurrent layers: the workspace of cuDNN is an estimate"
     if "opaque" in names:
         yield "opaque functions: their bytes are counted, their arithmetic is not"
     if "triton_kernel" in names:

@@ -31,7 +31,7 @@ class GpuProbe:
     named in its notes.
 
     Args:
-        context_bytes: the driver's memory before the first tensor. The catalog has it.
+        context_bytes: what the driver counts for the process beside the allocator, as the catalog has it.
         cuda: stands in for the module ``torch.cuda``.
         nvml: stands in for the module ``pynvml``.
         pid: this process, as NVML shows it.

@@ -110,7 +110,7 @@ class _Parts:
 def _memory(graph: OpGraph, device: Device, parts: _Parts) -> Columns:
     peak = max(graph.peak_live_bytes, 1)
     on_cpu = device.kind == "cpu"
-    reserved = peak if on_cpu else graph.reserved_bytes  # a CPU has no caching allocator
+    reserved = peak if on_cpu else graph.reserved_bytes(device)  # a CPU has no caching allocator
     num_bytes = graph.storage_bytes
     by_kind = graph.bytes_by_kind()
     _, births, deaths = graph.lifetimes

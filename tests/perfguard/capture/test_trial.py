@@ -1543,3 +1543,21 @@ def test_sparse_tensors_on_the_device_are_named(device: Any, is_made_there: bool
 
     with pytest.raises(CaptureError, match=r"layout torch.sparse_coo cannot be dry-run.*index_add"):
         capture(objective, device)
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("t4", (7, 5)), ("h100", (9, 0))])
+def test_a_script_that_asks_for_its_accelerator_finds_the_guarded_one(gpu: str, capability: tuple[int, int]) -> None:
+    """The first lines of PyTorch's own tutorial. Nothing of it may reach a driver, which would start a context."""
+    seen: list[Any] = []
+
+    def objective() -> None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        assert device is not None
+        seen.append((device.type, torch.accelerator.device_count(), torch.cuda.get_device_capability()))
+        assert not torch.cuda.is_current_stream_capturing()
+        assert not torch.accelerator.current_stream().is_capturing()  # type: ignore[attr-defined]
+        model = nn.Linear(20, 3).to(device)
+        fit(model, rows(), torch.optim.Adam(model.parameters()), device=device.type)
+
+    assert capture(objective, resolve_device(gpu)).graph.mode == "train"
+    assert seen == [("cuda", 1, capability)]

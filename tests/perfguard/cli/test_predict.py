@@ -99,9 +99,10 @@ def test_a_resnet_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["capacity_bytes"] == catalog()["a100-pcie-40gb"].memory_bytes
     graph = trace(load_build(f"{MODELS}:resnet")({"batch_size": 64}), target="cuda")
     memory = document["memory_parts_bytes"]
-    replayed = graph.reserved_bytes + catalog()["a100-pcie-40gb"].context_bytes
+    device = catalog()["a100-pcie-40gb"]
+    replayed = graph.reserved_bytes(device) + device.context_bytes
     assert sum(size for part, size in memory.items() if part != "correction") == replayed
-    assert memory["context"] == catalog()["a100-pcie-40gb"].context_bytes
+    assert memory["context"] == device.context_bytes
 
 
 def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture[str], script: str) -> None:

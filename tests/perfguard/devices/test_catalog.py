@@ -35,7 +35,7 @@ def test_a_card_obeys_the_laws(id_: str) -> None:
     assert 0.8e9 <= device.boost_clock_hz <= 2.7e9
     assert 2**20 <= device.l2_bytes <= 256 * 2**20
     assert 60 <= device.tdp_w <= 1400
-    assert 250 * 2**20 <= device.context_bytes <= 600 * 2**20
+    assert 250 * 2**20 <= device.context_bytes <= 800 * 2**20
     assert 4e-6 <= device.launch_overhead_s <= 6e-6
     assert set(rates) <= {"fp32", "tf32", "fp16", "bf16"}
     assert re.search("data sheet|whitepaper|specifications", device.source.partition("; ")[0])

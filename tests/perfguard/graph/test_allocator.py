@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from perfguard.devices import resolve_device
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind, replay_allocator, trace
-from perfguard.graph.allocator import CUBLAS_WORKSPACE, CachingAllocator, rounded
+from perfguard.graph.allocator import CachingAllocator, cublas_workspace_bytes, rounded
 from perfguard.workload import Workload
 from tests.models import oracle
 
 MIB = 2**20
+DEVICE = resolve_device("a100")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def step(width: int, depth: int, batch: int, mode: str = "train") -> OpGraph:
 @given(st.integers(8, 512), st.integers(1, 4), st.integers(1, 2048), st.sampled_from(["train", "infer"]))
 def test_reserved_is_never_less_than_live(width: int, depth: int, batch: int, mode: str) -> None:
     graph = step(width, depth, batch, mode)
-    replay = replay_allocator(graph)
+    replay = replay_allocator(graph, DEVICE)
     assert replay.reserved_bytes >= replay.allocated_bytes >= graph.peak_live_bytes
 
 
@@ -122,15 +124,23 @@ def test_kept_outputs_are_held_twice() -> None:
     for death, peak, reserved in ((until_next_forward, 200, 230), (whole, 130, 130)):
         storages = (Storage(100 * MIB, StorageKind.ACTIVATION, 1, death, ""), Storage(30 * MIB, StorageKind.TEMPORARY, 2, 2, ""))
         graph = OpGraph(ops, storages, "train", "fp32", "nchw")
-        assert replay_allocator(graph).allocated_bytes == peak * MIB
+        assert replay_allocator(graph, DEVICE).allocated_bytes == peak * MIB
         assert graph.peak_live_bytes == peak * MIB
-        assert graph.reserved_bytes == reserved * MIB
+        assert graph.reserved_bytes(DEVICE) == reserved * MIB
 
 
-def test_cublas_workspace_is_reserved_at_first_matmul() -> None:
-    ops = tuple(Op(kind, kind, Phase.FORWARD, 0, 0, 0, (), (), "", (), "float32", {}) for kind in ("add", "matmul", "matmul"))
-    with_product, without = (replay_allocator(OpGraph(some, (), "infer", "fp32", "nchw")) for some in (ops, ops[:1]))
-    assert (with_product.allocated_bytes, without.allocated_bytes) == (CUBLAS_WORKSPACE, 0)
+@pytest.mark.parametrize(("gpu", "workspace"), [("a100", 8_519_680), ("h100", 32 * MIB)])
+def test_each_thread_has_a_workspace_of_cublas_since_its_first_product(gpu: str, workspace: int) -> None:
+    """As recordings of PyTorch's allocator show: one in a forward pass, another in a backward pass."""
+
+    def allocated(*phases: Phase) -> int:
+        ops = tuple(Op("mm", "matmul", phase, 0, 0, 0, (), (), "", (), "float32", {}) for phase in phases)
+        return replay_allocator(OpGraph(ops, (), "train", "fp32", "nchw"), resolve_device(gpu)).allocated_bytes
+
+    assert cublas_workspace_bytes(resolve_device(gpu)) == workspace
+    assert allocated() == 0
+    assert allocated(Phase.FORWARD, Phase.FORWARD) == workspace
+    assert allocated(Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.OPTIMIZER) == 2 * workspace
 
 
 @pytest.mark.parametrize("exponent", [20, 33, 45])
@@ -139,6 +149,6 @@ def test_no_size_is_too_large_for_the_replay(exponent: int) -> None:
     graph = step(64, 3, 32)
     storages = tuple(storage._replace(num_bytes=storage.num_bytes << exponent) for storage in graph.storages)
     large = OpGraph(graph.ops, storages, graph.mode, graph.precision, graph.layout)
-    replay = replay_allocator(large)
+    replay = replay_allocator(large, DEVICE)
     assert replay.reserved_bytes >= replay.allocated_bytes >= max(oracle.live_bytes(large))
     assert large.live_bytes.tolist() == pytest.approx(oracle.live_bytes(large), rel=1e-15)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perfguard.devices import resolve_device
 from perfguard.exceptions import WorkloadError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
 from tests.models import oracle
@@ -154,7 +155,7 @@ def test_arrays_beyond_64_bits_equal_oracle() -> None:
 def test_graph_that_nobody_holds_is_freed_at_once() -> None:
     # A study makes thousands; a cycle of references would keep each until the garbage collector runs.
     graph = replace(BY_HAND)
-    assert graph.reserved_bytes > graph.peak_live_bytes
+    assert graph.reserved_bytes(resolve_device("a100")) > graph.peak_live_bytes
     reference = weakref.ref(graph)
     gc.disable()
     try:
