@@ -104,7 +104,10 @@ class Spawned:
         """
         if not self.pipe.poll(most_seconds):
             raise CaptureError("the process for dry runs does not start")
-        problem, self.pid = self.pipe.recv()  # in a virtual environment of Windows it is not the one that was started
+        try:
+            problem, self.pid = self.pipe.recv()  # in a virtual environment of Windows it is not the one that was started
+        except (EOFError, OSError) as error:
+            raise CaptureError("a new process ends as it loads the objective. Describe what trials run: build=...") from error
         if problem is not None:
             raise problem
         self._before = resident_bytes(self.pid)

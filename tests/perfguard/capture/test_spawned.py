@@ -272,6 +272,17 @@ def test_an_objective_that_cannot_be_loaded_says_why(dry: Callable[..., DryRuns]
         dry(lambda ask: train(model=here)).capture(no_params)
 
 
+class EndsTheProcess:
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+def test_an_objective_whose_loading_ends_the_process_says_why(dry: Callable[..., DryRuns]) -> None:
+    kept = EndsTheProcess()
+    with pytest.raises(CaptureError, match=r"a new process ends as it loads the objective.*build"):
+        dry(lambda ask: train(model=kept)).capture(no_params)
+
+
 def hang(ask: Ask) -> None:
     time.sleep(1000)
 
