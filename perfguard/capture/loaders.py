@@ -88,7 +88,7 @@ class Loaders:
         """Loaders that have given a batch since the last step, and have not ended."""
         self._trainer: Any = None
         """The loader that feeds the steps."""
-        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._beside: set[Any] = set()
         """Loaders that have given a batch in each step, as that one has."""
         self._used: list[int] = []
         """Batches that each step has used."""
@@ -256,7 +256,7 @@ class Loaders:
         self._giving.clear()
         self._num_unfed = 0 if likely else self._num_unfed + 1
         self._trainer = loader if self._trainer is None else self._trainer
-        self._beside = weakref.WeakSet(likely[1:]) if len(self._used) == 0 else self._beside & weakref.WeakSet(likely[1:])
+        self._beside = self._beside.intersection(likely[1:]) if self._used else {*likely[1:]}
         latest = _Pass() if loader is None else passes[loader]
         self._used.append(latest.num_batches - latest.num_used)
         for each in (*likely, *([] if loader is None else [loader])):
@@ -275,7 +275,7 @@ class Loaders:
             self._allowance = Allowance(self._seconds_spared)
 
     def _end_first_epoch(self, num_steps: int) -> None:
-        most = self._steps_of_whole()
+        most = self._steps_of_all_batches()
         is_longer = most is None or num_steps > most  # a trainer that counts makes no step more
         self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer * self._num_longest)
 
@@ -320,10 +320,14 @@ class Loaders:
         return self._steps_of_whole()
 
     def _steps_of_whole(self) -> int | None:
-        """Steps that all batches of the loader make. None: it streams, or another in a `zip` with it may end before."""
-        try:
+        """Steps of an epoch to the end of the loader. None: it streams, or another in a `zip` with it may end before."""
+        with suppress(TypeError, NotImplementedError):
             if any(len(other) < len(self._trainer) for other in self._beside if self._passes[other].is_for):
                 return None
+        return self._steps_of_all_batches()
+
+    def _steps_of_all_batches(self) -> int | None:
+        try:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):
             return None

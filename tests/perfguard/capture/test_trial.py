@@ -780,6 +780,29 @@ def test_steps_are_counted_up_to_the_end_of_the_objective(name: str) -> None:
     assert ((captured.steps_per_epoch, captured.steps), captured.unseen) == (expected, "")
 
 
+def test_steps_of_a_zip_that_was_cut_short_are_not_those_of_its_longest_loader() -> None:
+    def objective() -> None:
+        train_on_both(zip, rows(960), rows())
+
+    captured = capture(objective, A100, spares=False)
+    assert (captured.steps_per_epoch, captured.steps) == (None, None)
+
+
+def test_the_step_of_the_longest_batch_is_one_of_a_zip_that_another_loader_ends() -> None:
+    def objective() -> None:
+        model = nn.EmbeddingBag(200, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for (tokens, y), _ in zip(DataLoader(Sentences(), 8, collate_fn=padded), rows(), strict=False):
+                optimizer.zero_grad()
+                F.cross_entropy(model(tokens.cuda()), y.cuda()).backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    assert captured.phases.keys() == {"the longest batch of 500 samples"}
+    assert (captured.steps_per_epoch, captured.steps) == (10, 30)
+
+
 def test_batches_that_are_on_the_device_are_indexed_there() -> None:
     def objective() -> None:
         x, y = torch.randn(1000, 20).cuda(), torch.randint(0, 3, (1000,)).cuda()
