@@ -48,6 +48,8 @@ _STATES = (
     ("numpy", "random.get_state", "random.set_state"),
     ("torch", "get_rng_state", "set_rng_state"),
     ("torch", "get_default_dtype", "set_default_dtype"),
+    ("torch", "backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
+    ("torch", "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
 )
 """What a script sets before its study begins, by module, and how it is read and set."""
 _SWITCHES = (
