@@ -49,13 +49,14 @@ class Stops:
 def _places() -> Iterator[_Place]:
     frame = sys._getframe(2)
     while frame is not None:
-        if _is_of_user(frame.f_code.co_filename):
+        if is_of_user(frame.f_code.co_filename):
             yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
 
 
 @functools.cache
-def _is_of_user(name: str) -> bool:
+def is_of_user(name: str) -> bool:
+    """Whether the file of this name is none of Python, of a library or of ours."""
     libraries = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]))
     return not name.startswith("<frozen") and not any(part in name for part in libraries)
 
