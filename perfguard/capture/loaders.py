@@ -89,7 +89,7 @@ class Loaders:
         self._trainer: Any = None
         """The loader that feeds the steps."""
         self._beside: set[Any] = set()
-        """Loaders that have given a batch in each step, as that one has."""
+        """Loaders that have given a batch in each step of the first epoch, as that one has."""
         self._used: list[int] = []
         """Batches that each step has used."""
         self._num_steps = 0
@@ -256,7 +256,6 @@ class Loaders:
         self._giving.clear()
         self._num_unfed = 0 if likely else self._num_unfed + 1
         self._trainer = loader if self._trainer is None else self._trainer
-        self._beside = self._beside.intersection(likely[1:]) if self._used else {*likely[1:]}
         latest = _Pass() if loader is None else passes[loader]
         self._used.append(latest.num_batches - latest.num_used)
         for each in (*likely, *([] if loader is None else [loader])):
@@ -271,6 +270,8 @@ class Loaders:
                 self.first_ended_at = latest.begins_at
                 self._end_first_epoch(num_steps - 1)
             self._num_epochs += 1
+        if self._num_epochs < 2:  # loaders may be made anew for the next
+            self._beside = self._beside.intersection(likely[1:]) if len(self._used) > 1 else {*likely[1:]}
         if len(self._used) == 2 or (len(self._used) == 3 and self.may_spare):  # a third step that takes all of it is enough
             self._allowance = Allowance(self._seconds_spared)
 

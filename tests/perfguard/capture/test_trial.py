@@ -780,9 +780,14 @@ def test_steps_are_counted_up_to_the_end_of_the_objective(name: str) -> None:
     assert ((captured.steps_per_epoch, captured.steps), captured.unseen) == (expected, "")
 
 
-def test_steps_of_a_zip_that_was_cut_short_are_not_those_of_its_longest_loader() -> None:
+@pytest.mark.parametrize(
+    "pairs",
+    [lambda many, few: zip(many, few, strict=False), lambda *_: zip(rows(960), rows(), strict=False)],
+    ids=["kept", "made for each epoch"],
+)
+def test_steps_of_a_zip_that_was_cut_short_are_not_those_of_its_longest_loader(pairs: Callable[[Any, Any], Any]) -> None:
     def objective() -> None:
-        train_on_both(zip, rows(960), rows())
+        train_on_both(pairs, rows(960), rows())
 
     captured = capture(objective, A100, spares=False)
     assert (captured.steps_per_epoch, captured.steps) == (None, None)
