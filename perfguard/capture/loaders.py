@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from perfguard.capture import stage
 from perfguard.capture.fastai_learner import begun_anew
+from perfguard.capture.host import NO_LENGTH
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
 from perfguard.pytorch import objects_of
@@ -153,7 +154,7 @@ class Loaders:
             iterator.__class__, iterator.__dict__ = type(own), vars(own)
             self._passes[loader] = _Pass(num_batches=number)
             if number != begun.get(iterator, 0):
-                with suppress(TypeError, NotImplementedError):  # it streams
+                with suppress(*NO_LENGTH):
                     if number >= len(loader):
                         ended.append(loader)
                         continue
@@ -197,7 +198,7 @@ class Loaders:
     def _note_loop(self, loader: Any, latest: _Pass) -> None:
         loop = latest.loop
         loop.trains = latest.feeds
-        with suppress(TypeError, NotImplementedError):  # it streams
+        with suppress(*NO_LENGTH):
             loop.num_seen, loop.num_missing = latest.num_batches, max(0, len(loader) - latest.num_batches)
             if not loop.trains or self._num_epochs == 1:
                 self.loops.append(loop)
@@ -322,7 +323,7 @@ class Loaders:
 
     def _steps_of_whole(self) -> int | None:
         """Steps of an epoch to the end of the loader. None: it streams, or another in a `zip` with it may end before."""
-        with suppress(TypeError, NotImplementedError):
+        with suppress(*NO_LENGTH):
             if any(len(other) < len(self._trainer) for other in self._beside if self._passes[other].is_for):
                 return None
         return self._steps_of_all_batches()
@@ -330,7 +331,7 @@ class Loaders:
     def _steps_of_all_batches(self) -> int | None:
         try:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
-        except (TypeError, NotImplementedError):
+        except NO_LENGTH:
             return None
 
 
@@ -390,7 +391,7 @@ def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, li
 
     One has the most numbers when padded. One has the most numbers times the length, as attention that is written out.
     """
-    data, batches = loader.dataset, [*itertools.islice(loader.batch_sampler or (), 10_000)]
+    data, batches = loader.dataset, [*itertools.islice(() if loader.batch_sampler is None else loader.batch_sampler, 10_000)]
     found: list[tuple[int, int, Any]] = []
     for indices in batches[:: max(1, len(batches) // most)]:
         longest = max(_size_of(data[index]) for index in indices)
@@ -419,7 +420,7 @@ def _are_alike(one: Any, other: Any) -> bool:
     """Whether one loader is the other, made anew for another epoch or fold."""
     if type(one.dataset) is not type(other.dataset) or one.batch_size != other.batch_size:
         return False
-    with suppress(TypeError, NotImplementedError):  # it streams
+    with suppress(*NO_LENGTH):
         fewer, more = sorted((len(one.dataset), len(other.dataset)))
         return more <= 1.5 * fewer
     return True

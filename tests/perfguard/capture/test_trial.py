@@ -1085,6 +1085,29 @@ def test_the_longest_batch_is_a_phase_of_its_own(fetch: Callable[[Any], Iterator
     assert captured.steps == 2 * 125
 
 
+def test_a_sampler_that_does_not_know_how_many_batches_it_makes() -> None:
+    """Its `len` raises a ValueError."""
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader as GraphLoader
+    from torch_geometric.loader import DynamicBatchSampler
+
+    graphs = [Data(x=torch.zeros(5 + number % 7, 20)) for number in range(80)]
+    sampler = DynamicBatchSampler(graphs, max_num=64)
+
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for graph in GraphLoader(graphs, batch_sampler=sampler):
+                optimizer.zero_grad()
+                model(graph.to("cuda").x).square().mean().backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    number = sum(1 for _ in sampler)
+    assert (captured.steps_per_epoch, captured.steps, captured.unseen) == (number, 3 * number, "")
+
+
 class Attention(nn.Module):
     """Written out, so that its memory grows as the square of the length."""
 
