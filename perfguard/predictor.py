@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -280,8 +282,10 @@ def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:
     found = entry_points(group=ENTRY_POINT_GROUP)
     for entry_point in found:
         if entry_point.name == name:
-            # Networks draw weights before they are filled: a seeded study is to be the same with a guard as without.
-            with random_numbers_kept(beside_threads=True):
+            # Networks draw weights before they are filled: a seeded study is to be the same with a guard as without. Libraries
+            # make tensors as they are imported, which would begin CUDA where a script has made it the default.
+            torch = sys.modules.get("torch")
+            with random_numbers_kept(beside_threads=True), nullcontext() if torch is None else torch.device("cpu"):
                 predictor = entry_point.load()()
             if not isinstance(predictor, Predictor):
                 raise PredictorError(f"The entry point {entry_point.value!r} of predictor {name!r} did not return a Predictor.")

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -23,7 +25,8 @@ def undisturbed(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with ExitStack() as stack:
-            if torch.get_default_device().type != "cpu":
+            # `torch.get_default_device()` would begin CUDA in this process, to learn the number of the GPU.
+            if any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
                 stack.enter_context(torch.device("cpu"))
             if torch.is_autocast_enabled("cpu"):
                 stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from perfguard.capture.sandbox import leave_databases, write_nothing
+from perfguard.capture.stops import is_of_user
 from perfguard.exceptions import CaptureError, TooLargeError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def autograd_refuses_forks(*, most_seconds: float = 5.0) -> bool:
         import torch
 
         try:
-            torch.ones((), requires_grad=True).backward()
+            torch.ones((), device="cpu", requires_grad=True).backward()  # a script may have set another default
         except RuntimeError:
             os._exit(HAS_SENT)
         os._exit(0)
@@ -209,8 +210,7 @@ def _short(error: BaseException) -> str:
 
 def _line_of_user(error: BaseException) -> str:
     """The last line of the user's own that ``error`` came through."""
-    libraries = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in libraries) and not frame.filename.startswith("<"):
+        if is_of_user(frame.filename) and not frame.filename.startswith("<"):
             return f" at {Path(frame.filename).name}:{frame.lineno}"
     return ""

@@ -23,6 +23,9 @@ from perfguard.graph.recorder import tensors_in
 from perfguard.measure.cpu import peak_resident_bytes, reset_peak
 from perfguard.workload import HostMemory
 
+NO_LENGTH = TypeError, NotImplementedError, ValueError
+"""What `len` of a loader raises if it does not know: it streams, or PyTorch Geometric's DynamicBatchSampler makes its batches."""
+
 
 class HostUse:
     """Follows loaders and models of a dry run.
@@ -74,7 +77,7 @@ class HostUse:
         """Note a batch that ``loader`` gives."""
         number, batch_bytes = loader.num_workers, sum(x.nbytes for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
         ready = number * (loader.prefetch_factor or 0)
-        with suppress(TypeError, NotImplementedError):  # it streams
+        with suppress(*NO_LENGTH):
             ready = min(ready, len(loader))
         num_bytes = number * (self._worker_bytes + batch_bytes) + (ready + loader.pin_memory) * batch_bytes
         key = id(loader.dataset), number, loader.persistent_workers

@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from perfguard.capture import stage
 from perfguard.capture.fastai_learner import begun_anew
+from perfguard.capture.host import NO_LENGTH
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
 from perfguard.pytorch import objects_of
@@ -88,8 +89,8 @@ class Loaders:
         """Loaders that have given a batch since the last step, and have not ended."""
         self._trainer: Any = None
         """The loader that feeds the steps."""
-        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Loaders that have given a batch in each step, as that one has."""
+        self._beside: set[Any] = set()
+        """Loaders that have given a batch in each step of the first epoch, as that one has."""
         self._used: list[int] = []
         """Batches that each step has used."""
         self._num_steps = 0
@@ -153,7 +154,7 @@ class Loaders:
             iterator.__class__, iterator.__dict__ = type(own), vars(own)
             self._passes[loader] = _Pass(num_batches=number)
             if number != begun.get(iterator, 0):
-                with suppress(TypeError, NotImplementedError):  # it streams
+                with suppress(*NO_LENGTH):
                     if number >= len(loader):
                         ended.append(loader)
                         continue
@@ -197,7 +198,7 @@ class Loaders:
     def _note_loop(self, loader: Any, latest: _Pass) -> None:
         loop = latest.loop
         loop.trains = latest.feeds
-        with suppress(TypeError, NotImplementedError):  # it streams
+        with suppress(*NO_LENGTH):
             loop.num_seen, loop.num_missing = latest.num_batches, max(0, len(loader) - latest.num_batches)
             if not loop.trains or self._num_epochs == 1:
                 self.loops.append(loop)
@@ -256,7 +257,6 @@ class Loaders:
         self._giving.clear()
         self._num_unfed = 0 if likely else self._num_unfed + 1
         self._trainer = loader if self._trainer is None else self._trainer
-        self._beside = weakref.WeakSet(likely[1:]) if len(self._used) == 0 else self._beside & weakref.WeakSet(likely[1:])
         latest = _Pass() if loader is None else passes[loader]
         self._used.append(latest.num_batches - latest.num_used)
         for each in (*likely, *([] if loader is None else [loader])):
@@ -271,11 +271,13 @@ class Loaders:
                 self.first_ended_at = latest.begins_at
                 self._end_first_epoch(num_steps - 1)
             self._num_epochs += 1
+        if self._num_epochs < 2:  # loaders may be made anew for the next
+            self._beside = self._beside.intersection(likely[1:]) if len(self._used) > 1 else {*likely[1:]}
         if len(self._used) == 2 or (len(self._used) == 3 and self.may_spare):  # a third step that takes all of it is enough
             self._allowance = Allowance(self._seconds_spared)
 
     def _end_first_epoch(self, num_steps: int) -> None:
-        most = self._steps_of_whole()
+        most = self._steps_of_all_batches()
         is_longer = most is None or num_steps > most  # a trainer that counts makes no step more
         self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer * self._num_longest)
 
@@ -320,12 +322,16 @@ class Loaders:
         return self._steps_of_whole()
 
     def _steps_of_whole(self) -> int | None:
-        """Steps that all batches of the loader make. None: it streams, or another in a `zip` with it may end before."""
-        try:
+        """Steps of an epoch to the end of the loader. None: it streams, or another in a `zip` with it may end before."""
+        with suppress(*NO_LENGTH):
             if any(len(other) < len(self._trainer) for other in self._beside if self._passes[other].is_for):
                 return None
+        return self._steps_of_all_batches()
+
+    def _steps_of_all_batches(self) -> int | None:
+        try:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
-        except (TypeError, NotImplementedError):
+        except NO_LENGTH:
             return None
 
 
@@ -385,7 +391,7 @@ def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, li
 
     One has the most numbers when padded. One has the most numbers times the length, as attention that is written out.
     """
-    data, batches = loader.dataset, [*itertools.islice(loader.batch_sampler or (), 10_000)]
+    data, batches = loader.dataset, [*itertools.islice(() if loader.batch_sampler is None else loader.batch_sampler, 10_000)]
     found: list[tuple[int, int, Any]] = []
     for indices in batches[:: max(1, len(batches) // most)]:
         longest = max(_size_of(data[index]) for index in indices)
@@ -414,7 +420,7 @@ def _are_alike(one: Any, other: Any) -> bool:
     """Whether one loader is the other, made anew for another epoch or fold."""
     if type(one.dataset) is not type(other.dataset) or one.batch_size != other.batch_size:
         return False
-    with suppress(TypeError, NotImplementedError):  # it streams
+    with suppress(*NO_LENGTH):
         fewer, more = sorted((len(one.dataset), len(other.dataset)))
         return more <= 1.5 * fewer
     return True

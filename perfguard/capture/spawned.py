@@ -48,6 +48,8 @@ _STATES = (
     ("numpy", "random.get_state", "random.set_state"),
     ("torch", "get_rng_state", "set_rng_state"),
     ("torch", "get_default_dtype", "set_default_dtype"),
+    ("torch", "backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
+    ("torch", "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
 )
 """What a script sets before its study begins, by module, and how it is read and set."""
 _SWITCHES = (
@@ -104,7 +106,10 @@ class Spawned:
         """
         if not self.pipe.poll(most_seconds):
             raise CaptureError("the process for dry runs does not start")
-        problem, self.pid = self.pipe.recv()  # in a virtual environment of Windows it is not the one that was started
+        try:
+            problem, self.pid = self.pipe.recv()  # in a virtual environment of Windows it is not the one that was started
+        except (EOFError, OSError) as error:
+            raise CaptureError("a new process ends as it loads the objective. Describe what trials run: build=...") from error
         if problem is not None:
             raise problem
         self._before = resident_bytes(self.pid)

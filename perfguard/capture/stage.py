@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
@@ -396,6 +396,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
             follow_fastai(replace, loaders, host.recorder, _read_alone)
 
         follow_libraries()
+        replace(DeviceContext, "__torch_function__", lambda _: _by_default_on_meta)
         replace(nn.Parameter, "__new__", _making_on_meta)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
@@ -420,6 +421,15 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
                 replace(nn.Module, name, lambda own: _noting_moves(own, host.use))
         deepspeed_on_meta(replace, device.kind)
         yield
+
+
+def _by_default_on_meta(self: DeviceContext, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """After `torch.set_default_device("cuda")`, what names no device is on it; what a loader makes is real all the same."""
+    kwargs = dict(kwargs or {})
+    if func in _device_constructors() and kwargs.get("device") is None:
+        is_read = not torch._C._len_torch_dispatch_stack()
+        kwargs["device"] = self.device if self.device.type != "cuda" else torch.device("cpu") if is_read else META
+    return func(*args, **kwargs)
 
 
 def _making_on_meta(own: Any) -> Any:

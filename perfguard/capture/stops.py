@@ -2,7 +2,7 @@
 
 Such values are 0 in a dry run, so a loop that they end makes another number of steps there. It is found in the user's source: a
 loop around a step has an exit (`while` and its condition, or `break` or `return` in an `if`), and its condition depends on the
-value. What depends on it is what is assigned from it, or where it decides, and the object to whose method it is given.
+value. What depends on it is what is assigned from it, or where it decides, and the object that it is given to.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Stops:
 def _places() -> Iterator[_Place]:
     frame = sys._getframe(2)
     while frame is not None:
-        if _is_of_user(frame.f_code.co_filename):
+        if is_of_user(frame.f_code.co_filename):
             yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
 
 
 @functools.cache
-def _is_of_user(name: str) -> bool:
+def is_of_user(name: str) -> bool:
+    """Whether the file of this name is none of Python, of a library or of ours."""
     libraries = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]))
     return not name.startswith("<frozen") and not any(part in name for part in libraries)
 
@@ -99,15 +100,16 @@ def _is_no_stop(test: ast.expr) -> bool:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
+    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))}
 
 
 def _assigned(node: ast.AST) -> set[str]:
-    """What is assigned within ``node``, and the objects whose methods are called there."""
+    """What is assigned within ``node``, and the objects that are called there, or whose methods are."""
     found: set[str] = set()
     for part in ast.walk(node):
-        if isinstance(part, (ast.Name, ast.Attribute)) and isinstance(part.ctx, ast.Store):
+        if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(part.ctx, ast.Store):
             found.add(ast.unparse(part))
-        elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Call) and isinstance(part.value.func, ast.Attribute):
-            found.add(ast.unparse(part.value.func.value))
+        elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
+            called = part.value.func
+            found.add(ast.unparse(called.value if isinstance(called, ast.Attribute) else called))
     return found - {"self"}

@@ -67,10 +67,13 @@ class Values:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the host reads of ``tensor``. What is not known is 0."""
+        if tensor.is_meta and not self.are_known(tensor):
+            self.on_unknown()
+        return self._on_host(tensor)
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        if not self.are_known(tensor):
-            self.on_unknown()
         with _disable_current_modes():
             found = self._of(tensor)
             if found is None:
@@ -99,7 +102,7 @@ class Values:
             return out
         try:
             with _disable_current_modes():
-                result = func(*tree_map_only(torch.Tensor, self.read, args), **self._keywords_on_host(kwargs))
+                result = func(*tree_map_only(torch.Tensor, self._on_host, args), **self._keywords_on_host(kwargs))
                 twins = out if out is not None else tree_map_only(torch.Tensor, empty_twin, result)
         except Exception:  # sizes that are assumed need not be those of the values
             return func(*args, **kwargs) if out is None else out
@@ -124,7 +127,7 @@ class Values:
             self._known.pop(target.untyped_storage(), None)
             return out
         with _disable_current_modes(), suppress(Exception):  # then it is not known any longer
-            whole, others_on_host = found.copied(), tree_map_only(torch.Tensor, self.read, args[1:])  # parts of it, perhaps
+            whole, others_on_host = found.copied(), tree_map_only(torch.Tensor, self._on_host, args[1:])  # parts of it, perhaps
             self._known.pop(target.untyped_storage(), None)
             func(_part_of(whole, target), *others_on_host, **self._keywords_on_host(kwargs))
             version = _version_of(target) + 1  # PyTorch counts this write when it has returned
@@ -160,7 +163,9 @@ class Values:
 
     def _keywords_on_host(self, kwargs: Any) -> dict[str, Any]:
         return {
-            name: torch.device("cpu") if name == "device" and value is not None else tree_map_only(torch.Tensor, self.read, value)
+            name: torch.device("cpu")
+            if name == "device" and value is not None
+            else tree_map_only(torch.Tensor, self._on_host, value)
             for name, value in kwargs.items()
         }
 

@@ -231,14 +231,16 @@ def test_it_is_never_less_sure_of_a_time_than_physics(net: GuardNet, precision: 
     assert net.predict(trace(workload, target=resolve_device(gpu)), resolve_device(gpu)).step_time.log_sigma < 0.75
 
 
-def test_a_default_device_set_before_the_import_changes_nothing() -> None:
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_default_device_set_before_the_import_changes_nothing(device: str) -> None:
     # The module of the weights is imported at the first prediction: in a script that says torch.set_default_device("cuda").
-    code = """
+    code = f"""
 import torch
 from torch import nn
 from perfguard import Workload, predict
-torch.set_default_device("meta")
-under = predict(Workload(nn.Linear(8, 8), (4, 8), mode="infer"), gpu="a100").step_time.median
+torch.set_default_device("{device}")
+under = predict(Workload(nn.Linear(8, 8, device="meta"), (4, 8), mode="infer"), gpu="a100").step_time.median
+assert not torch.cuda.is_initialized()
 torch.set_default_device("cpu")
 print(under, predict(Workload(nn.Linear(8, 8), (4, 8), mode="infer"), gpu="a100").step_time.median)
 """

@@ -683,3 +683,38 @@ def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
 def test_dry_runs_begin_after_a_backward_pass_beside_a_gpu() -> None:
     """PyTorch refuses another in a process that is forked then: of a second study in a notebook, nothing would be seen."""
     assert run_fresh(Path(__file__).parent / "toy_gpu_threads.py") == "5\n5\n5\n"
+
+
+ON_THE_DEVICE_BY_DEFAULT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from perfguard.capture import DryRuns
+from perfguard.devices import resolve_device
+
+def objective(_, device=None):
+    model = nn.Linear(4, 3, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = [torch.full((4,), 1.0, device=device) for _ in range(80)]
+    for x in DataLoader(samples, 8, shuffle=True, generator=torch.Generator(device="cuda")):
+        optimizer.zero_grad()
+        (model(x.to("cuda")) * torch.ones(8, 1, device=device)).mean().backward()
+        optimizer.step()
+
+def seen(objective):
+    runs = DryRuns(objective, resolve_device("a100"))
+    try:
+        return runs.capture(None)
+    finally:
+        runs.close()
+
+named = seen(lambda ask: objective(ask, "cuda"))
+torch.set_default_device("cuda")
+by_default = seen(objective)
+print(by_default.steps, by_default.graph.content_hash == named.graph.content_hash)
+"""
+
+
+def test_what_is_on_the_device_by_default_is_on_the_stage() -> None:
+    assert run_fresh("-c", ON_THE_DEVICE_BY_DEFAULT) == "10 True\n"

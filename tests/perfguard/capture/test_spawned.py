@@ -138,6 +138,27 @@ def test_switches_of_pytorch_go_along(dry: Callable[..., DryRuns], monkeypatch: 
     assert {op.dtype for op in graph.ops if op.kind == "matmul"} == {"float64"}
 
 
+def attend(ask: Ask) -> None:
+    model = nn.Linear(64, 64).cuda().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        x = model(torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.half))
+        F.scaled_dot_product_attention(x, x, x).mean().backward()
+        optimizer.step()
+
+
+def test_the_kernels_of_attention_that_are_switched_off_are_so_there(dry: Callable[..., DryRuns]) -> None:
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    try:
+        graph = dry(attend).capture(no_params).graph
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
+    assert not {op.name for op in graph.ops if op.kind.startswith("attention")}
+    assert "_safe_softmax" in {op.name for op in graph.ops}
+
+
 SCRIPT = """
 import sys
 import torch
@@ -270,6 +291,17 @@ def test_an_objective_that_cannot_be_loaded_says_why(dry: Callable[..., DryRuns]
     here = NotForOthers()
     with pytest.raises(CaptureError, match=r"cannot load the objective \(ValueError: elsewhere\).*build"):
         dry(lambda ask: train(model=here)).capture(no_params)
+
+
+class EndsTheProcess:
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+def test_an_objective_whose_loading_ends_the_process_says_why(dry: Callable[..., DryRuns]) -> None:
+    kept = EndsTheProcess()
+    with pytest.raises(CaptureError, match=r"a new process ends as it loads the objective.*build"):
+        dry(lambda ask: train(model=kept)).capture(no_params)
 
 
 def hang(ask: Ask) -> None:

@@ -107,9 +107,42 @@ def by_a_stopper_with_a_method() -> None:
             break
 
 
+def by_a_stopper_that_is_called() -> None:
+    training, early_stopping = Training(), Stopper()
+    for _ in range(4):
+        early_stopping(training.epoch())
+        if early_stopping.stops:
+            break
+
+
+def by_an_entry() -> None:
+    training, metrics = Training(), {"loss": 1.0}
+    while metrics["loss"] > 0.1:
+        metrics["loss"] = training.epoch()
+
+
+def by_a_history() -> None:
+    training, history, best, num_bad = Training(), {"loss": [1e9]}, 1e9, 0
+    for _ in range(4):
+        history["loss"].append(training.epoch())
+        num_bad = 0 if history["loss"][-1] < best else num_bad + 1
+        if num_bad >= 2:
+            break
+
+
 @pytest.mark.parametrize(
     "objective",
-    [by_the_loss, by_the_loss_as_a_number, by_a_metric, by_patience, by_a_stopper, by_a_stopper_with_a_method],
+    [
+        by_the_loss,
+        by_the_loss_as_a_number,
+        by_a_metric,
+        by_patience,
+        by_a_stopper,
+        by_a_stopper_with_a_method,
+        by_a_stopper_that_is_called,
+        by_an_entry,
+        by_a_history,
+    ],
     ids=lambda one: one.__name__,
 )
 def test_steps_of_a_loop_that_a_value_ends_are_not_known(objective: Callable[[], None]) -> None:
@@ -132,6 +165,38 @@ def by_a_number_of_steps() -> None:
                 break
         if losses[-1] < best:  # which keeps the best, and ends nothing
             best = losses[-1]
+
+
+class CountingTraining(Training):
+    """It reads no value, though its backward passes and its masks compute with some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().step(x, y)
+        self.num_right = (loss < 1).float().mean()
+        self.number += 1
+        return loss
+
+
+def by_a_trainer_that_counts() -> None:
+    training = CountingTraining()
+    while training.number < 40:
+        for x, y in training.loader:
+            training.step(x, y)
+            if training.number == 40:
+                break
+
+
+def by_an_entry_with_a_number() -> None:
+    training, state = Training(), {"number": 0, "loss": 0.0}
+    while True:
+        state["loss"] = training.epoch()
+        state["number"] += 1
+        if state["number"] == 4:
+            break
 
 
 def unless_it_is_no_number() -> None:
@@ -160,8 +225,14 @@ class Trial:
 
 @pytest.mark.parametrize(
     "objective",
-    [by_a_number_of_steps, unless_it_is_no_number, lambda: by_the_pruner(Trial())],
-    ids=["steps", "no number", "pruner"],
+    [
+        by_a_number_of_steps,
+        by_a_trainer_that_counts,
+        by_an_entry_with_a_number,
+        unless_it_is_no_number,
+        lambda: by_the_pruner(Trial()),
+    ],
+    ids=["steps", "trainer", "entry", "no number", "pruner"],
 )
 def test_other_loops_are_counted(objective: Callable[[], None]) -> None:
     found = in_a_child(objective)

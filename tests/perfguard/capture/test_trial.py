@@ -780,6 +780,34 @@ def test_steps_are_counted_up_to_the_end_of_the_objective(name: str) -> None:
     assert ((captured.steps_per_epoch, captured.steps), captured.unseen) == (expected, "")
 
 
+@pytest.mark.parametrize(
+    "pairs",
+    [lambda many, few: zip(many, few, strict=False), lambda *_: zip(rows(960), rows(), strict=False)],
+    ids=["kept", "made for each epoch"],
+)
+def test_steps_of_a_zip_that_was_cut_short_are_not_those_of_its_longest_loader(pairs: Callable[[Any, Any], Any]) -> None:
+    def objective() -> None:
+        train_on_both(pairs, rows(960), rows())
+
+    captured = capture(objective, A100, spares=False)
+    assert (captured.steps_per_epoch, captured.steps) == (None, None)
+
+
+def test_the_step_of_the_longest_batch_is_one_of_a_zip_that_another_loader_ends() -> None:
+    def objective() -> None:
+        model = nn.EmbeddingBag(200, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for (tokens, y), _ in zip(DataLoader(Sentences(), 8, collate_fn=padded), rows(), strict=False):
+                optimizer.zero_grad()
+                F.cross_entropy(model(tokens.cuda()), y.cuda()).backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    assert captured.phases.keys() == {"the longest batch of 500 samples"}
+    assert (captured.steps_per_epoch, captured.steps) == (10, 30)
+
+
 def test_batches_that_are_on_the_device_are_indexed_there() -> None:
     def objective() -> None:
         x, y = torch.randn(1000, 20).cuda(), torch.randint(0, 3, (1000,)).cuda()
@@ -1055,6 +1083,29 @@ def test_the_longest_batch_is_a_phase_of_its_own(fetch: Callable[[Any], Iterator
     longest = captured.phases["the longest batch of 500 samples"]
     assert next(op for op in longest.ops if op.name == "embedding").shape == (4, 99, 8)
     assert captured.steps == 2 * 125
+
+
+def test_a_sampler_that_does_not_know_how_many_batches_it_makes() -> None:
+    """Its `len` raises a ValueError."""
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader as GraphLoader
+    from torch_geometric.loader import DynamicBatchSampler
+
+    graphs = [Data(x=torch.zeros(5 + number % 7, 20)) for number in range(80)]
+    sampler = DynamicBatchSampler(graphs, max_num=64)
+
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for graph in GraphLoader(graphs, batch_sampler=sampler):
+                optimizer.zero_grad()
+                model(graph.to("cuda").x).square().mean().backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    number = sum(1 for _ in sampler)
+    assert (captured.steps_per_epoch, captured.steps, captured.unseen) == (number, 3 * number, "")
 
 
 class Attention(nn.Module):
