@@ -25,7 +25,7 @@ from perfguard.graph import StorageKind
 _LAYERS = 90
 _MOST_BYTES = 3e9
 _COLUMNS = ("cell", "dtype", "batch", "length", "inputs", "width", "layers", "bidirectional", "kept_bytes", "workspace_bytes")
-_CELLS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+_CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
 def drawn() -> dict[str, Any]:
@@ -43,7 +43,11 @@ def drawn() -> dict[str, Any]:
 
 
 def made(of: dict[str, Any], device: str) -> nn.RNNBase:
-    sizes = {"num_layers": int(of["layers"]), "bidirectional": bool(int(of["bidirectional"])), "batch_first": True}
+    sizes: dict[str, Any] = {
+        "num_layers": int(of["layers"]),
+        "bidirectional": bool(int(of["bidirectional"])),
+        "batch_first": True,
+    }
     return _CELLS[of["cell"]](int(of["inputs"]), int(of["width"]), **sizes).to(device, getattr(torch, of["dtype"]))
 
 

@@ -113,7 +113,7 @@ def trainer(trial: optuna.Trial) -> float:
     switches = {"gradient_accumulation_steps": 2, "bf16": True, "gradient_checkpointing": True, "num_train_epochs": 1}
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     arguments = TrainingArguments(tempfile.gettempdir(), per_device_train_batch_size=16, **switches, **quiet)  # type: ignore[arg-type]
-    Trainer(model=GPT2LMHeadModel(GPT2Config()), args=arguments, train_dataset=data).train()  # type: ignore[arg-type]
+    Trainer(model=GPT2LMHeadModel(GPT2Config()), args=arguments, train_dataset=data).train()
     return 0.0
 
 
@@ -241,7 +241,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if arguments.measure:
-        import timm  # type: ignore[import-untyped]  # noqa: F401 - once, and not in every process
+        import timm  # noqa: F401 - once, and not in every process
         import transformers  # noqa: F401
 
         if not arguments.table.exists():
@@ -251,7 +251,7 @@ def main() -> None:
             process.start()
             process.join()
         return
-    device, predictor, lines, errors = resolve_device(arguments.gpu), load_predictor(), [], [list[tuple[float, bool]](), []]
+    device, predictor, lines, found = resolve_device(arguments.gpu), load_predictor(), [], [list[tuple[float, bool]](), []]
     with arguments.table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["objective"] in arguments.only]
     for row in rows:
@@ -267,11 +267,11 @@ def main() -> None:
         memory = judged(prediction.peak_memory, float(row["memory_mib"]) * _MIB, format_bytes)
         step = judged(prediction.step_time, float(row["step_ms"]) / 1e3, format_seconds)
         lines.append([name, *memory[0], *step[0]])
-        for of, (_, error, inside) in zip(errors, (memory, step), strict=True):
-            of.append((error, inside))
+        for of, one in zip(found, (memory, step), strict=True):
+            of.append(one[1:])
     for words, statistic in (("mean error", statistics.fmean), ("median error", statistics.median)):
-        lines.append([words, *(cell for of in errors for cell in ("", "", f"{statistic(error for error, _ in of):.1%}"))])
-    inside_of = (f"{sum(inside for _, inside in of)} of {len(of)}" for of in errors)
+        lines.append([words, *(cell for of in found for cell in ("", "", f"{statistic(error for error, _ in of):.1%}"))])
+    inside_of = (f"{sum(inside for _, inside in of)} of {len(of)}" for of in found)
     lines.append(["inside the 90% interval", *(cell for number in inside_of for cell in ("", "", number))])
     columns = ["objective", "memory predicted", "measured", "error", "step predicted", "measured", "error"]
     show("on-gpu", columns, lines, record=arguments.record)

@@ -1606,7 +1606,7 @@ def test_a_script_that_asks_for_its_accelerator_finds_the_guarded_one(gpu: str, 
         assert device is not None
         seen.append((device.type, torch.accelerator.device_count(), torch.cuda.get_device_capability()))
         assert not torch.cuda.is_current_stream_capturing()
-        assert not torch.accelerator.current_stream().is_capturing()  # type: ignore[attr-defined]
+        assert not torch.accelerator.current_stream().is_capturing()
         model = nn.Linear(20, 3).to(device)
         fit(model, rows(), torch.optim.Adam(model.parameters()), device=device.type)
 
