@@ -12,10 +12,11 @@ from __future__ import annotations
 import csv
 import functools
 import multiprocessing
+import random
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,16 @@ from _record import parser_of, show
 from optuna.study import StudyDirection
 from torch import nn
 
-from perfguard import Estimate, Run, load_predictor, resolve_device
-from perfguard.exceptions import PerfGuardError
+from perfguard import Estimate, Measurement, Observation, Predictor, Run, load_predictor, resolve_device
+from perfguard.devices import Device
+from perfguard.learning import assess
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard_optuna.capture import ObjectiveBuild
 
 _STEPS = 30
 _COLUMNS = ("objective", "memory_mib", "reserved_mib", "step_ms", "framework")
 _MIB = 2**20
+_LEARNT, _ORDERS = (0, 1, 3, 5, 10), 20
 Objective = Callable[[optuna.Trial], float]
 
 
@@ -223,11 +226,55 @@ def measure(name: str, table: Path) -> None:
     print(*line, sep=" | ", flush=True)
 
 
-def judged(estimate: Estimate, value: float, words: Callable[[float], str]) -> tuple[list[str], float, bool]:
+def run_of(row: dict[str, str], device: Device) -> Observation:
+    """The dry run of an objective, with what was measured."""
+    build = ObjectiveBuild(OBJECTIVES[row["objective"]], device, [StudyDirection.MINIMIZE])
+    try:
+        graph = build({}).graph
+    finally:
+        build.close()
+    memory, step_s = round(float(row["memory_mib"]) * _MIB), float(row["step_ms"]) / 1e3
+    return Observation(
+        graph, device, Measurement("ok", device.id, device.name, memory, step_s, _STEPS * step_s, _STEPS, "nvml", "")
+    )
+
+
+def predicted(predictor: Predictor, run: Observation, known: Sequence[Observation] = ()) -> tuple[Estimate, Estimate]:
+    """Memory and step time, as a guard has them that knows other runs."""
+    prediction = predictor.predict(run.graph, run.device).widened(assess(known, study="").widening)
+    return prediction.peak_memory, prediction.step_time
+
+
+def measured_of(run: Observation) -> tuple[float, float]:
+    """The same."""
+    memory, step_s = run.measurement.peak_memory_bytes, run.measurement.step_time_s
+    assert memory is not None
+    assert step_s is not None
+    return memory, step_s
+
+
+def judged(estimate: Estimate, value: float) -> tuple[list[str], float, bool]:
     """Predicted, measured and error in words; the error, and whether the interval holds the value."""
     low, high = estimate.interval()
     error, inside = estimate.median / value - 1, low <= value <= high
+    words = format_bytes if value > 1e3 else format_seconds  # no step takes so long, and no process so little
     return [words(estimate.median), words(value), f"{error:+.1%}{'' if inside else ', outside'}"], abs(error), inside
+
+
+def after(number: int, predictor: Predictor, runs: Sequence[Observation]) -> list[str]:
+    """Mean errors of other runs after ``number`` have been learnt, as a guard learns, and the share inside the intervals."""
+    errors: list[list[tuple[float, bool]]] = [[], []]
+    for seed in range(_ORDERS):
+        order = random.Random(seed).sample(runs, len(runs))
+        known = order[:number]
+        predictor.fine_tune(assess(known, study="").observations)
+        for run in order[number:]:
+            for of, estimate, value in zip(errors, predicted(predictor, run, known), measured_of(run), strict=True):
+                of.append(judged(estimate, value)[1:])
+    predictor.fine_tune([])
+    return [
+        f"{statistics.fmean(error for error, _ in of):.1%}; {statistics.fmean(inside for _, inside in of):.0%}" for of in errors
+    ]
 
 
 def main() -> None:
@@ -251,30 +298,22 @@ def main() -> None:
             process.start()
             process.join()
         return
-    device, predictor, lines, found = resolve_device(arguments.gpu), load_predictor(), [], [list[tuple[float, bool]](), []]
+    device, predictor = resolve_device(arguments.gpu), load_predictor()
     with arguments.table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["objective"] in arguments.only]
-    for row in rows:
-        name = row["objective"]
-        build = ObjectiveBuild(OBJECTIVES[name], device, [StudyDirection.MINIMIZE])
-        try:
-            prediction = predictor.predict(build({}).graph, device)
-        except PerfGuardError as error:
-            lines.append([name, *["-"] * 5, str(error)[:60]])
-            continue
-        finally:
-            build.close()
-        memory = judged(prediction.peak_memory, float(row["memory_mib"]) * _MIB, format_bytes)
-        step = judged(prediction.step_time, float(row["step_ms"]) / 1e3, format_seconds)
-        lines.append([name, *memory[0], *step[0]])
-        for of, one in zip(found, (memory, step), strict=True):
-            of.append(one[1:])
+    runs = {row["objective"]: run_of(row, device) for row in rows}
+    found = [[*map(judged, *pair)] for pair in ((predicted(predictor, run), measured_of(run)) for run in runs.values())]
+    lines = [[name, *(cell for one in of for cell in one[0])] for name, of in zip(runs, found, strict=True)]
     for words, statistic in (("mean error", statistics.fmean), ("median error", statistics.median)):
-        lines.append([words, *(cell for of in found for cell in ("", "", f"{statistic(error for error, _ in of):.1%}"))])
-    inside_of = (f"{sum(inside for _, inside in of)} of {len(of)}" for of in found)
+        lines.append(
+            [words, *(cell for of in zip(*found, strict=True) for cell in ("", "", f"{statistic(one[1] for one in of):.1%}"))]
+        )
+    inside_of = (f"{sum(one[2] for one in of)} of {len(of)}" for of in zip(*found, strict=True))
     lines.append(["inside the 90% interval", *(cell for number in inside_of for cell in ("", "", number))])
     columns = ["objective", "memory predicted", "measured", "error", "step predicted", "measured", "error"]
     show("on-gpu", columns, lines, record=arguments.record)
+    lines = [[str(number), *after(number, predictor, [*runs.values()])] for number in _LEARNT if number < len(runs)]
+    show("on-gpu-learning", ["runs learnt", "memory of the others", "step time"], lines, record=arguments.record)
 
 
 if __name__ == "__main__":
