@@ -198,6 +198,7 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse
     replace(_fsdp_collectives, "_get_device_handle", lambda own: lambda kind: own(device_kind if kind == "meta" else kind))
     copy_in = getattr(_fsdp_collectives, "all_gather_copy_in_cuda", None)  # that of meta does not copy
     replace(torch.ops.fsdp, "all_gather_copy_in", lambda own: _calling(copy_in, own) if copy_in else own)
+    replace(_fsdp_collectives, "record_grad_output_stream", lambda _: lambda *_: None)  # of PyTorch 2.15; it launches nothing
     replace(torch.UntypedStorage, "resize_", lambda own: _emptying(own, recorder))
     replace(FullyShardedDataParallel, "__init__", _refusing_fsdp1_offload)
     replace(_flat_param.FlatParamHandle, "to_cpu", lambda _: lambda handle: nullcontext())  # gathered weights have no values
