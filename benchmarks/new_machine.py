@@ -101,7 +101,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     views, cache = learner_class("step-time").views, arguments.cache
-    runs = dataset_of(arguments.tables, views, cache=cache, most_operators=OPERATORS).runs
+    runs = dataset_of(arguments.tables, views, cache=cache, most_operators=OPERATORS, only_timed=True).runs
     machines = machines_of(arguments.tables[0], cache)
     part = ("source", "gpu").index(arguments.split)  # of a machine's name
 
