@@ -29,7 +29,7 @@ def test_golden_differences_finds_changes_and_gaps() -> None:
 @pytest.mark.slow
 def test_golden_predictions_of_every_shipped_predictor(capsys: pytest.CaptureFixture[str]) -> None:
     # A refactoring must not change what is predicted. If a prediction was meant to change, write the file again:
-    # python benchmarks/golden.py --write tests/golden/predictions.json --every 12
+    # python benchmarks/golden.py --write tests/golden/predictions.json --every 24
     made_with = golden.read(SAMPLE)["made_by"]["torch"]
     if made_with != torch.__version__.partition("+")[0]:
         pytest.skip(f"the file was made with torch {made_with}; another version traces other operators")
