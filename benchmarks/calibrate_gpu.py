@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from _record import parser_of, show
-from new_machine import JUDGED, OPERATORS, ORDERS, Row, cell, name_of, observed, score, weights_of
+from new_machine import JUDGED, OPERATORS, ORDERS, Row, cell, learnt_runs, name_of, observed, score, weights_of
 
 from perfguard.graph import TraceCache
 from perfguard.learning import CALIBRATION, assess
@@ -28,8 +28,7 @@ from perfguard.predictor import Observation
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.raw_prediction import Weights
 from perfguard_research.csv_rows import read_table
-from perfguard_research.dataset import dataset_of, folds, graphs_of
-from perfguard_research.learners import learner_class
+from perfguard_research.dataset import folds, graphs_of
 from perfguard_research.tables import parser_of as parser_of_rows
 
 _SWEEPS = {"20 operators": (20, 0), "100 operators": (100, 0), "5 steps": (0, 5), "10 steps": (0, 10), "100 and 10": (100, 10)}
@@ -89,7 +88,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cache, sweeps = arguments.cache, operators_of(arguments.operators)
-    runs = dataset_of(arguments.tables, learner_class("step-time").views, cache=cache, most_operators=OPERATORS).runs
+    runs = learnt_runs(arguments.tables, cache)
     cards, machines = {gpu for _, gpu in sweeps}, defaultdict[_Machine, list[Row]](list)
     for row in graphs_of(arguments.tables, lambda run: run.gpu in cards and "time" in run.labels, cache=cache):
         machines[row[0].machine].append(row)

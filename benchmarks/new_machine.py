@@ -76,6 +76,12 @@ def machines_of(table: Path, cache: Path) -> dict[tuple[str, str, str], list[Row
     return {machine: rows for machine, rows in found.items() if len(rows) >= _FEWEST}
 
 
+def learnt_runs(tables: Sequence[Path], cache: Path) -> list[Run]:
+    """What weights learn from: rows with a step time, and a sample of the single operators."""
+    views = learner_class("step-time").views
+    return dataset_of(tables, views, cache=cache, most_operators=OPERATORS, only_timed=True).runs
+
+
 def weights_of(fold: Fold, runs: Sequence[Run], cache: Path) -> Weights:
     """The weights for a fold: those for time without its runs, those for memory as they ship."""
     judged = {id(runs[index]) for index in fold.judge}
@@ -100,8 +106,8 @@ def main() -> None:
     parser.add_argument("--split", choices=["gpu", "source"], default="gpu", help="what the weights have not seen")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    views, cache = learner_class("step-time").views, arguments.cache
-    runs = dataset_of(arguments.tables, views, cache=cache, most_operators=OPERATORS).runs
+    cache = arguments.cache
+    runs = learnt_runs(arguments.tables, cache)
     machines = machines_of(arguments.tables[0], cache)
     part = ("source", "gpu").index(arguments.split)  # of a machine's name
 

@@ -1,10 +1,10 @@
 """PerfGuard beside other predictors, on the same runs or on runs of the same kind.
 
-    python benchmarks/peers.py RUNS TABLE... --cache .perfguard-cache
+    python benchmarks/peers.py TABLE... --cache .perfguard-cache
 
 The tables are those of the weights for time (`models/perfguard_models/cards/step-time.md`), in the order of their training.
-With its cache it takes three minutes, else an hour. Errors of peers are what they published, apart from the cheap fit, which is
-made here.
+With the cache of the training it takes a quarter of an hour, else two hours. Errors of peers are what they published, apart from
+the cheap fit, which is made here.
 
 The cheap fit is t = (host³ + device³)^(1/3). The host has a cost for each operator by phase, a constant by mode, and the copy of
 the batch. The device has a factor on the roofline for three kinds of operators by three kinds of arithmetic.
@@ -23,12 +23,13 @@ from scipy.optimize import least_squares
 
 from perfguard import load_predictor
 from perfguard.graph import KIND_INDEX, Phase
-from perfguard_models.features.launches import COLUMNS, LAUNCHES
+from perfguard_models.features.launches import COLUMNS
+from perfguard_models.step_time import StepTime
 from perfguard_research.csv_rows import read_table
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.evaluate import evaluate
 from perfguard_research.intervals import FoldPredictions
-from perfguard_research.leaderboard import predictions
+from perfguard_research.leaderboard import predictions_of
 
 Floats = npt.NDArray[np.float64]
 _COLUMNS = ("what", "runs", "PerfGuard: mean / median", "peers")
@@ -39,14 +40,16 @@ _START = np.log([20e-6, 60e-6, 10e-6, 300e-6, 600e-6, 1.0, *[1.8] * 9])
 _BYTES_PER_S = 6e9
 
 
-def memory_errors(table: Path) -> dict[str, Floats]:
+def memory_errors(tables: Sequence[Path]) -> dict[str, Floats]:
     """Errors of the memory of xMem's runs, for CNNs and for language models."""
-    columns, rows = read_table(table)
     found: dict[str, list[float]] = {"torchvision": [], "hf": []}
-    for row, prediction, *_ in evaluate(columns, [row for row in rows if row["source"] == _XMEM], table, load_predictor()):
-        if row is not None and prediction is not None and row.status == "ok" and row.peak_memory_bytes is not None:
-            error = abs(prediction.peak_memory.median / row.peak_memory_bytes - 1)
-            found[row.model.partition(":")[0]].append(error)
+    for table in tables:
+        columns, rows = read_table(table)
+        own = [row for row in rows if row.get("source") == _XMEM]
+        for row, prediction, *_ in evaluate(columns, own, table, load_predictor()) if own else ():
+            if row is not None and prediction is not None and row.status == "ok" and row.peak_memory_bytes is not None:
+                error = abs(prediction.peak_memory.median / row.peak_memory_bytes - 1)
+                found[row.model.partition(":")[0]].append(error)
     return {kind: np.array(errors) for kind, errors in found.items()}
 
 
@@ -98,15 +101,13 @@ def in_words(errors: Sequence[float] | Floats) -> str:
 def main() -> None:
     """Show the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("runs", type=Path)
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--most-operators", type=int, default=8_000)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    tables = [arguments.runs, *arguments.tables]
-    reading = {"cache": arguments.cache, "most_operators": arguments.most_operators}
-    memory = memory_errors(arguments.runs)
+    tables = arguments.tables
+    memory = memory_errors(tables)
     lines = [
         ["memory of CNNs in default settings, training (xMem's runs)", str(len(memory["torchvision"])),
          in_words(memory["torchvision"]), "medians: xMem 2.2%, SchedTune 15%, DNNMem 25%"],
@@ -114,22 +115,23 @@ def main() -> None:
          "medians: xMem 3.8%, DNNMem 19%, SchedTune 50%, LLMem 58%"],
     ]  # fmt: skip
     splits = ["family", "source", "gpu"]
-    runs, found = predictions(tables, {"step-time": {}}, splits, **reading)
-    views = dataset_of(tables, [LAUNCHES], **reading).runs
+    cache, most = arguments.cache, arguments.most_operators
+    runs = dataset_of(tables, StepTime.views, cache=cache, most_operators=most, only_timed=True).runs
+    found = predictions_of(StepTime.name, {}, runs, splits, cache=cache, jobs=2)
     small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
-    by_gpu = errors_by_run(runs, found["gpu", "step-time"])
+    by_gpu = errors_by_run(runs, found["gpu", StepTime.name])
     neusight = [error for at, error in by_gpu.items() if runs[at].table == "transformer"]
     published = "NeuSight: mean 9.2%, on other cards: H100, L4 and A100 80 GB"
     lines.append(
         ["step of transformers in float32 (NeuSight's runs), card never seen", str(len(neusight)), in_words(neusight), published]
     )
     for split in splits:
-        own = errors_by_run(runs, found[split, "step-time"])
+        own = errors_by_run(runs, found[split, StepTime.name])
         cheap: list[float] = []
-        for fold, _ in found[split, "step-time"]:
+        for fold, _ in found[split, StepTime.name]:
             learn, judge = (sorted(small.intersection(part)) for part in (fold.learn, fold.judge))
             x, log_s = ([np.array([of(at) for at in part]) for part in (learn, judge)] for of in (
-                lambda at: cheap_columns(views[at]), lambda at: runs[at].labels["time"]))  # fmt: skip
+                lambda at: cheap_columns(runs[at]), lambda at: runs[at].labels["time"]))  # fmt: skip
             if judge:
                 cheap += np.abs(np.expm1(cheap_log_s(x[1], cheap_fit(x[0], log_s[0])) - log_s[1])).tolist()
         what = f"step at small batches ({_SMALL_BATCHES}), {'card' if split == 'gpu' else split} never seen"

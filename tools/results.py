@@ -18,10 +18,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "results"
 MODELS = ROOT / "models"
+PAPERS = ("dippm", "dnnabacus", "dnnperf", "lilou", "perfseer")
+"""The papers' predictors with weights and cards."""
 ELSEWHERE = (
     ROOT / "docs" / "predictors.md",
     ROOT / "docs" / "howto" / "out-of-memory.md",
     MODELS / "perfguard_models" / "cards" / "step-time.md",
+    *(MODELS / "perfguard_research" / "cards" / f"{name}.md" for name in PAPERS),
 )
 """Pages with tables of results among others."""
 WRITTEN_WHOLE = ("leaderboard.md",)
@@ -132,9 +135,9 @@ def _by_source(errors: Sequence[Mapping[str, Any]], split: str) -> list[float]:
     return [mean for own in sources.values() if (mean := _weighted(own, "mean")) is not None]
 
 
-def errors_of(name: str) -> Table:
+def errors_of(name: str, package: str = "perfguard_models") -> Table:
     """Return the errors of the weights ``name`` by what was left out and by group of runs."""
-    card = _weights("perfguard_models", name)
+    card = _weights(package, name)
     columns = [
         "left out",
         "runs",
@@ -155,12 +158,18 @@ def errors_of(name: str) -> Table:
     return _of(card, columns, rows)
 
 
-def rows_of(name: str) -> Table:
+def rows_of(name: str, package: str = "perfguard_models") -> Table:
     """Return what the weights ``name`` have learnt from."""
-    card = _weights("perfguard_models", name)
-    return _of(
-        card, ["kind of table, source, device, mode", "rows"], [[group, f"{rows:,}"] for group, rows in card["rows"].items()]
-    )
+    card = _weights(package, name)
+    found: dict[str, dict[str, int]] = {}
+    for group, number in card["rows"].items():
+        table, source, device, mode = group.split()
+        found.setdefault(f"{table} {source} {mode}", {})[device] = number
+    rows = [
+        [group, f"{sum(by_device.values()):,}", ", ".join(f"{device} {number:,}" for device, number in by_device.items())]
+        for group, by_device in found.items()
+    ]
+    return _of(card, ["kind of table, source, mode", "rows", "by device"], rows)
 
 
 def memory_fits() -> Table:
@@ -228,6 +237,8 @@ DERIVED: dict[str, Callable[[], Table]] = {
     "fusion-labels": fusion_labels,
     "fusion-edges": fusion_edges,
     "fusion-kernels": fusion_kernels,
+    **{f"{name}-errors": functools.partial(errors_of, name, "perfguard_research") for name in PAPERS},
+    **{f"{name}-rows": functools.partial(rows_of, name, "perfguard_research") for name in PAPERS},
 }
 """Tables made from the JSON beside shipped weights."""
 
