@@ -60,7 +60,7 @@ class PhysicsConfig:
     """The same in PyTorch's default settings, in float32. Of xMem's 112 training runs of 10 networks on three cards, 94% are
     inside the 90% interval."""
     half_log_sigma: float = 0.06
-    """The same in half precision, and of channels last. Of seven such runs on an H100, all are inside (`benchmarks/on_gpu.py`)."""
+    """The same in half precision, and of channels last. Seven such runs on an H100 are inside (`benchmarks/on_gpu.py`)."""
     loaded_sigma_bytes: float = 100 * 2**20
     """Standard deviation of the bytes that the driver loads beside the replay, in the same settings."""
     all_modules_bytes: float = 1005 * 2**20
