@@ -62,6 +62,8 @@ def tracked_bytes(precision: str, world_size: int) -> tuple[int, int]:
 class _Stream:
     """A stream or an event: fake tensors are there at once."""
 
+    stream_id = device_index = device_type = 0
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
