@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import nn
 from perfguard import Estimate, Measurement, Observation, Predictor, Run, load_predictor, resolve_device
 from perfguard.devices import Device
 from perfguard.learning import assess
+from perfguard.predictor import TARGETS
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard_optuna.capture import ObjectiveBuild
 
@@ -261,20 +263,30 @@ def judged(estimate: Estimate, value: float) -> tuple[list[str], float, bool]:
     return [words(estimate.median), words(value), f"{error:+.1%}{'' if inside else ', outside'}"], abs(error), inside
 
 
+def learnt(predictor: Predictor, runs: Sequence[Observation]) -> list[Observation]:
+    """The runs as a guard's log has them: each with its prediction, from those before it."""
+    known: list[Observation] = []
+    for run in runs:
+        now = assess(known, study="")
+        predictor.fine_tune(now.observations)
+        estimates = dict(zip(TARGETS, predicted(predictor, run, known), strict=True))
+        known.append(replace(run, predicted=estimates, widening=now.widening, predicted_by=predictor.name))
+    predictor.fine_tune(assess(known, study="").observations)
+    return known
+
+
 def after(number: int, predictor: Predictor, runs: Sequence[Observation]) -> list[str]:
     """Mean errors of other runs after ``number`` have been learnt, as a guard learns, and the share inside the intervals."""
     errors: list[list[tuple[float, bool]]] = [[], []]
     for seed in range(_ORDERS):
         order = random.Random(seed).sample(runs, len(runs))
-        known = order[:number]
-        predictor.fine_tune(assess(known, study="").observations)
+        known = learnt(predictor, order[:number])
         for run in order[number:]:
             for of, estimate, value in zip(errors, predicted(predictor, run, known), measured_of(run), strict=True):
                 of.append(judged(estimate, value)[1:])
     predictor.fine_tune([])
-    return [
-        f"{statistics.fmean(error for error, _ in of):.1%}; {statistics.fmean(inside for _, inside in of):.0%}" for of in errors
-    ]
+    means = ([statistics.fmean(column) for column in zip(*of, strict=True)] for of in errors)
+    return [f"{error:.1%}; {inside:.0%}" for error, inside in means]
 
 
 def main() -> None:
