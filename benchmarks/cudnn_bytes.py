@@ -6,7 +6,6 @@ python benchmarks/cudnn_bytes.py out/mine.csv --measure     # on a machine with 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import random
 import statistics
@@ -24,6 +23,7 @@ from perfguard.graph import StorageKind
 
 _LAYERS = 90
 _MOST_BYTES = 3e9
+_PRECISION: Any = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _COLUMNS = ("cell", "dtype", "batch", "length", "inputs", "width", "layers", "bidirectional", "kept_bytes", "workspace_bytes")
 _CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
@@ -43,12 +43,8 @@ def drawn() -> dict[str, Any]:
 
 
 def made(of: dict[str, Any], device: str) -> nn.RNNBase:
-    sizes: dict[str, Any] = {
-        "num_layers": int(of["layers"]),
-        "bidirectional": bool(int(of["bidirectional"])),
-        "batch_first": True,
-    }
-    return _CELLS[of["cell"]](int(of["inputs"]), int(of["width"]), **sizes).to(device, getattr(torch, of["dtype"]))
+    sizes, both = (int(of[name]) for name in ("inputs", "width", "layers")), bool(int(of["bidirectional"]))
+    return _CELLS[of["cell"]](*sizes, batch_first=True, bidirectional=both, device=device, dtype=getattr(torch, of["dtype"]))
 
 
 def taken(function: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -77,10 +73,8 @@ def measured(of: dict[str, Any]) -> dict[str, Any]:
 
 def traced(of: dict[str, Any]) -> tuple[int, int]:
     """What a trace keeps, and its workspace."""
-    with torch.device("meta"):
-        layer = made(of, "meta")
     sizes = int(of["batch"]), int(of["length"]), int(of["inputs"])
-    workload = Workload(layer, inputs=sizes, loss=lambda output: output[0].mean(), precision=_PRECISION[of["dtype"]])
+    workload = Workload(made(of, "meta"), inputs=sizes, loss=lambda output: output[0].mean(), precision=_PRECISION[of["dtype"]])
     graph = trace(workload, target=resolve_device("h100"))
     at = next(index for index, op in enumerate(graph.ops) if op.name == "fused_rnn")
     kept = max(graph.storages[index].num_bytes for index in graph.ops[at].outputs[3:])
@@ -88,15 +82,12 @@ def traced(of: dict[str, Any]) -> tuple[int, int]:
     return kept, max(alone, default=0)
 
 
-_PRECISION: Any = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
-
 def main() -> None:
     """Measure, or show a line for each kind of layer."""
     parser = parser_of(__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--measure", action="store_true", help="write the table, on this machine's GPU")
-    arguments: argparse.Namespace = parser.parse_args()
+    arguments = parser.parse_args()
     if arguments.measure:
         random.seed(0)
         with arguments.table.open("w", newline="") as file:

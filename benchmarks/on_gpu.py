@@ -16,10 +16,11 @@ import random
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import optuna
@@ -32,13 +33,13 @@ from torch import nn
 from perfguard import Estimate, Measurement, Observation, Predictor, Run, load_predictor, resolve_device
 from perfguard.devices import Device
 from perfguard.learning import assess
-from perfguard.predictor import TARGETS
+from perfguard.predictor import TARGETS, Target
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard_optuna.capture import ObjectiveBuild
+from perfguard_research.tables import MIB
 
 _STEPS = 30
 _COLUMNS = ("objective", "memory_mib", "reserved_mib", "step_ms", "framework")
-_MIB = 2**20
 _LEARNT, _ORDERS = (0, 1, 3, 5, 10), 20
 Objective = Callable[[optuna.Trial], float]
 
@@ -222,7 +223,7 @@ def measure(name: str, table: Path) -> None:
     assert memory is not None
     assert reserved is not None
     assert step_s is not None
-    line = [name, f"{memory / _MIB:.0f}", f"{reserved / _MIB:.0f}", f"{1e3 * step_s:.4g}", measured.framework]
+    line = [name, f"{memory / MIB:.0f}", f"{reserved / MIB:.0f}", f"{1e3 * step_s:.4g}", measured.framework]
     with table.open("a", newline="") as file:
         csv.writer(file).writerow(line)
     print(*line, sep=" | ", flush=True)
@@ -235,58 +236,56 @@ def run_of(row: dict[str, str], device: Device) -> Observation:
         graph = build({}).graph
     finally:
         build.close()
-    memory, step_s = round(float(row["memory_mib"]) * _MIB), float(row["step_ms"]) / 1e3
+    memory, step_s = round(float(row["memory_mib"]) * MIB), float(row["step_ms"]) / 1e3
     return Observation(
         graph, device, Measurement("ok", device.id, device.name, memory, step_s, _STEPS * step_s, _STEPS, "nvml", "")
     )
 
 
-def predicted(predictor: Predictor, run: Observation, known: Sequence[Observation] = ()) -> tuple[Estimate, Estimate]:
-    """Memory and step time, as a guard has them that knows other runs."""
-    prediction = predictor.predict(run.graph, run.device).widened(assess(known, study="").widening)
+def predicted(predictor: Predictor, run: Observation, widening: Mapping[Target, float]) -> tuple[Estimate, Estimate]:
+    """Memory and step time, as TARGETS orders them."""
+    prediction = predictor.predict(run.graph, run.device).widened(widening)
     return prediction.peak_memory, prediction.step_time
 
 
-def measured_of(run: Observation) -> tuple[float, float]:
-    """The same."""
-    memory, step_s = run.measurement.peak_memory_bytes, run.measurement.step_time_s
-    assert memory is not None
-    assert step_s is not None
-    return memory, step_s
-
-
-def judged(estimate: Estimate, value: float) -> tuple[list[str], float, bool]:
+def judged(estimate: Estimate, value: float | None) -> tuple[list[str], float, bool]:
     """Predicted, measured and error in words; the error, and whether the interval holds the value."""
+    assert value is not None
     low, high = estimate.interval()
     error, inside = estimate.median / value - 1, low <= value <= high
     words = format_bytes if value > 1e3 else format_seconds  # no step takes so long, and no process so little
     return [words(estimate.median), words(value), f"{error:+.1%}{'' if inside else ', outside'}"], abs(error), inside
 
 
-def learnt(predictor: Predictor, runs: Sequence[Observation]) -> list[Observation]:
-    """The runs as a guard's log has them: each with its prediction, from those before it."""
+def judgements(
+    predictor: Predictor, run: Observation, widening: Mapping[Target, float] = MappingProxyType({})
+) -> list[tuple[list[str], float, bool]]:
+    """Both quantities of a run, judged."""
+    return [*map(judged, predicted(predictor, run, widening), map(run.measured, TARGETS))]
+
+
+def learn(predictor: Predictor, runs: Sequence[Observation]) -> Mapping[Target, float]:
+    """Let the predictor learn as a guard does, whose log has each run with its prediction. Return how intervals are widened."""
+    predictor.fine_tune([])
     known: list[Observation] = []
+    now = assess(known)
     for run in runs:
-        now = assess(known, study="")
-        predictor.fine_tune(now.observations)
-        estimates = dict(zip(TARGETS, predicted(predictor, run, known), strict=True))
+        estimates = dict(zip(TARGETS, predicted(predictor, run, now.widening), strict=True))
         known.append(replace(run, predicted=estimates, widening=now.widening, predicted_by=predictor.name))
-    predictor.fine_tune(assess(known, study="").observations)
-    return known
+        now = assess(known)
+        predictor.fine_tune(now.observations)
+    return now.widening
 
 
 def after(number: int, predictor: Predictor, runs: Sequence[Observation]) -> list[str]:
-    """Mean errors of other runs after ``number`` have been learnt, as a guard learns, and the share inside the intervals."""
-    errors: list[list[tuple[float, bool]]] = [[], []]
+    """Mean errors of other runs after ``number`` have been learnt, and the share inside the intervals, of both quantities."""
+    found = []
     for seed in range(_ORDERS):
         order = random.Random(seed).sample(runs, len(runs))
-        known = learnt(predictor, order[:number])
-        for run in order[number:]:
-            for of, estimate, value in zip(errors, predicted(predictor, run, known), measured_of(run), strict=True):
-                of.append(judged(estimate, value)[1:])
-    predictor.fine_tune([])
-    means = ([statistics.fmean(column) for column in zip(*of, strict=True)] for of in errors)
-    return [f"{error:.1%}; {inside:.0%}" for error, inside in means]
+        widening = learn(predictor, order[:number])
+        found += [judgements(predictor, run, widening) for run in order[number:]]
+    columns = ([[one[at] for one in of] for at in (1, 2)] for of in zip(*found, strict=True))
+    return [f"{statistics.fmean(errors):.1%}; {statistics.fmean(inside):.0%}" for errors, inside in columns]
 
 
 def main() -> None:
@@ -314,12 +313,11 @@ def main() -> None:
     with arguments.table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["objective"] in arguments.only]
     runs = {row["objective"]: run_of(row, device) for row in rows}
-    found = [[*map(judged, *pair)] for pair in ((predicted(predictor, run), measured_of(run)) for run in runs.values())]
+    found = [judgements(predictor, run) for run in runs.values()]
     lines = [[name, *(cell for one in of for cell in one[0])] for name, of in zip(runs, found, strict=True)]
     for words, statistic in (("mean error", statistics.fmean), ("median error", statistics.median)):
-        lines.append(
-            [words, *(cell for of in zip(*found, strict=True) for cell in ("", "", f"{statistic(one[1] for one in of):.1%}"))]
-        )
+        errors = (f"{statistic(one[1] for one in of):.1%}" for of in zip(*found, strict=True))
+        lines.append([words, *(cell for error in errors for cell in ("", "", error))])
     inside_of = (f"{sum(one[2] for one in of)} of {len(of)}" for of in zip(*found, strict=True))
     lines.append(["inside the 90% interval", *(cell for number in inside_of for cell in ("", "", number))])
     columns = ["objective", "memory predicted", "measured", "error", "step predicted", "measured", "error"]

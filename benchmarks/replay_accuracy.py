@@ -21,7 +21,7 @@ from typing import NamedTuple
 from _record import parser_of, show
 from rich.progress import track
 
-from perfguard import resolve_device, trace
+from perfguard import trace
 from perfguard.exceptions import PerfGuardError
 from perfguard_research.dataset import usable_rows
 from perfguard_research.tables import MeasuredRow
@@ -44,12 +44,11 @@ def compare(row: MeasuredRow) -> Compared | str:
     try:
         model = row.make_model()
         assert model is not None
-        device = resolve_device(row.gpu)
-        graph = trace(row.workload(model), target=device)
+        graph = trace(row.workload(model), target=row.device)
     except PerfGuardError as error:
         return f"{row.model}: {error}"
     assert row.peak_memory_bytes is not None
-    return Compared(row.family, row.peak_memory_bytes, graph.peak_live_bytes, graph.reserved_bytes(device))
+    return Compared(row.family, row.peak_memory_bytes, graph.peak_live_bytes, graph.reserved_bytes(row.device))
 
 
 def errors(estimates: Iterable[float], rows: Sequence[Compared]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 from _record import parser_of, show
 
-from perfguard import resolve_device, trace
+from perfguard import trace
 from perfguard.graph.allocator import CachingAllocator, rounded
 from perfguard_research.tables import MIB, run_row
 
@@ -67,7 +67,7 @@ def traced_bytes(author: str, name: str) -> tuple[str, int] | None:
         "model": "cs336:BasicsTransformerLM",
         "config": json.dumps(SIZES[size] | {"vocab_size": VOCABULARY.get(author, 10000), "context_length": length}),
         "mode": mode,
-        "gpu": "h100",
+        "gpu": "a100",  # no card is named; their workspaces of cuBLAS are not those of a Hopper
         "num_gpus": "1",
         "precision": precision,
         "optimizer": "adamw" if mode == "train" else "none",
@@ -77,9 +77,8 @@ def traced_bytes(author: str, name: str) -> tuple[str, int] | None:
     run = run_row(row, "run")
     model = run.make_model()
     assert model is not None
-    device = resolve_device("a100")
-    graph = trace(run.workload(model), target=device)
-    return f"{size}, {length} tokens, {mode}, {precision}", graph.reserved_bytes(device)
+    graph = trace(run.workload(model), target=run.device)
+    return f"{size}, {length} tokens, {mode}, {precision}", graph.reserved_bytes(run.device)
 
 
 def main() -> None:

@@ -30,7 +30,6 @@ from rich.progress import track
 from torch import nn
 
 from perfguard import TensorSpec, Workload, resolve_device, trace
-from perfguard.graph import replay_allocator
 from perfguard.measure import CpuProbe
 from perfguard_research.dataset import usable_rows
 from perfguard_research.networks import timm_model
@@ -55,7 +54,7 @@ def by_perfguard(model: nn.Module, batch: int) -> int:
         loss=F.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     )
-    return replay_allocator(trace(workload), resolve_device("a100")).reserved_bytes
+    return trace(workload).reserved_bytes(resolve_device("a100"))
 
 
 def by_mem_tracker(model: nn.Module, batch: int) -> int:

@@ -637,6 +637,7 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
         "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None, "_lazy_init": None,
         "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
         "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(), "is_current_stream_capturing": False,
+        "current_accelerator": torch.device("cuda"), "current_device_index": 0, "set_device_index": None,
     }  # fmt: skip
 
     def answering(answer: Any) -> Callable[[Any], Any]:
@@ -645,9 +646,6 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random, torch.accelerator):
             replace(module, name, answering(answer))
-    replace(torch.accelerator, "current_accelerator", answering(torch.device("cuda")))
-    replace(torch.accelerator, "current_device_index", answering(0))
-    replace(torch.accelerator, "set_device_index", answering(None))
     replace(torch.backends.cudnn, "is_acceptable", answering(False))  # it would load cuDNN, to lay out weights of an LSTM
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         replace(torch.cuda.nvtx, name, answering(0))

@@ -177,9 +177,11 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
         elif storage.birth >= 0:
             leftover.append(index)
     first_update = next((i for i, op in enumerate(ops) if op.phase is Phase.OPTIMIZER), end)
-    # The backward pass has a thread of its own, with another handle of cuBLAS.
-    products = [(i, op.phase is Phase.BACKWARD) for i, op in enumerate(ops) if op.kind == "matmul"]
-    first_products = [next((i for i, is_backward in products if is_backward is wanted), None) for wanted in (False, True)]
+    first_products: dict[bool, int] = {}
+    for i, op in enumerate(ops):
+        if op.kind == "matmul":  # the backward pass has a thread of its own, with another handle of cuBLAS
+            first_products.setdefault(op.phase is Phase.BACKWARD, i)
+    workspaces = {i: [number + is_backward] for is_backward, i in first_products.items()}
 
     def made(indices: Iterable[int]) -> list[int]:
         """A storage that dies before an operator uses it is freed at once."""
@@ -198,8 +200,8 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
         ends.setdefault(storages[index].death - end - 1, []).append(slot)
     for i in range(end):
         outputs, ended = made(births[i]), freed(deaths[i])
-        workspaces = [number + at for at, product in enumerate(first_products) if i == product]  # a kernel asks after its outputs
-        first += (made(state) if i == first_update else []) + outputs + workspaces + ended
+        of_cublas = workspaces.get(i, [])  # a kernel asks for it after its outputs
+        first += (made(state) if i == first_update else []) + outputs + of_cublas + ended
         later += outputs + ended + freed(ends.get(i, ()))
     last = made(births[end])
     return _Program(made(lasting), first + last, later + last, [*inputs, *kept])
