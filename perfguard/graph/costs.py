@@ -209,10 +209,6 @@ _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
 }
 
 
-_RNN_STATE = {"fused_rnn": (0, 1), "fused_rnn_backward": (1, 3)}
-"""Positions of the input and of the hidden state among the arguments."""
-
-
 def attributes_of(name: str, kind: str, args: Sequence[Any]) -> dict[str, Any]:
     """Hyperparameters that decide which kernel runs, and which of cuDNN's algorithms with large workspaces are possible.
 
@@ -222,9 +218,8 @@ def attributes_of(name: str, kind: str, args: Sequence[Any]) -> dict[str, Any]:
     if (first := _FIRST_FACTOR.get(name)) is not None:
         left, right = args[first].shape, args[first + 1].shape
         return {"product": (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])}
-    if kind == "rnn" and name in _RNN_STATE:
-        inputs, state = (args[at] for at in _RNN_STATE[name])
-        return {"steps": -(-inputs.shape[:-1].numel() // state.shape[1]) * state.shape[0]}
+    if name in ("fused_rnn", "fused_rnn_backward"):
+        return {"steps": args[-1]}
     if kind not in ("conv", "conv_backward"):
         return {}
     shift = 0 if kind == "conv" else 1

@@ -184,12 +184,12 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _RESERVED = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 
 _library.define(
-    "fused_rnn(Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, int num_directions, int num_reserved) "
+    "fused_rnn(Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, int num_directions, int num_reserved, int num_steps) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "fused_rnn_backward(Tensor grad_output, Tensor input, Tensor output, Tensor hx, Tensor? cx, Tensor[] weights, "
-    "Tensor reserve) -> Tensor[]"
+    "Tensor reserve, int num_steps) -> Tensor[]"
 )
 
 
@@ -201,6 +201,7 @@ def _rnn_on_meta(
     weights: Sequence[torch.Tensor],
     num_directions: int,
     num_reserved: int,
+    num_steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     output = input.new_empty(*input.shape[:-1], hx.shape[-1] * num_directions)
     cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
@@ -210,7 +211,7 @@ def _rnn_on_meta(
 @torch.library.impl(_library, "fused_rnn_backward", "Meta")
 def _rnn_backward_on_meta(
     grad_output: torch.Tensor, input: torch.Tensor, output: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None,
-    weights: Sequence[torch.Tensor], reserve: torch.Tensor,
+    weights: Sequence[torch.Tensor], reserve: torch.Tensor, num_steps: int,
 ) -> list[torch.Tensor]:  # fmt: skip
     states = [hx] if cx is None else [hx, cx]
     return [torch.empty_like(tensor) for tensor in (input, *states, *weights)]
@@ -219,21 +220,23 @@ def _rnn_backward_on_meta(
 class _FusedRnn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, num_directions: int, num_reserved: int, num_workspace: int,
+        ctx: Any, num_directions: int, num_reserved: int, num_steps: int, num_workspace: int,
         input: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor | None, *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         _workspace = input.new_empty(num_workspace)
-        output, hy, cy, reserve = torch.ops.perfguard.fused_rnn(input, hx, cx, weights, num_directions, num_reserved)
+        output, hy, cy, reserve = torch.ops.perfguard.fused_rnn(input, hx, cx, weights, num_directions, num_reserved, num_steps)
         ctx.save_for_backward(input, output, hx, cx, reserve, *weights)
-        ctx.num_workspace = num_workspace
+        ctx.num_steps, ctx.num_workspace = num_steps, num_workspace
         return output, hy, cy
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         input, output, hx, cx, reserve, *weights = ctx.saved_tensors
         _workspace = input.new_empty(ctx.num_workspace)
-        grad_input, grad_hx, *rest = torch.ops.perfguard.fused_rnn_backward(grad_output, input, output, hx, cx, weights, reserve)
-        return None, None, None, grad_input, grad_hx, *([None] if cx is None else []), *rest
+        grad_input, grad_hx, *rest = torch.ops.perfguard.fused_rnn_backward(
+            grad_output, input, output, hx, cx, weights, reserve, ctx.num_steps
+        )
+        return None, None, None, None, grad_input, grad_hx, *([None] if cx is None else []), *rest
 
 
 def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> bool:
@@ -255,10 +258,16 @@ def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple
     hidden, width = weights[0].shape[0] // _GATES[kind], hx.shape[-1]
     kept = _RESERVED[kind] * hidden * num_directions * num_layers + width * num_directions * (num_layers - 1)
     positions = input.shape[:-1].numel()
+    length = -(-positions // hx.shape[1])
+    # Steps that wait for one another. cuDNN runs the layers as a diagonal wavefront, and both directions of a layer at once
+    # (Appleyard et al. 2016, arXiv 1604.01946, section 3.3). A layer that reads both directions waits for the end of both.
+    num_steps = length * num_layers if bidirectional else length + num_layers - 1
+    if on_cpu:
+        num_steps = length * num_layers * num_directions
     beside_gates = 3.3 if bidirectional else 1
     of_units = int((_GATES[kind] + beside_gates) * positions * width * num_directions)
     num_workspace = 0 if on_cpu else of_units + 3 * input.numel() + sum(weight.numel() for weight in weights)
-    sizes = num_directions, positions * kept if train else 0, num_workspace
+    sizes = num_directions, positions * kept if train else 0, num_steps, num_workspace
     output, hy, cy = _FusedRnn.apply(*sizes, input, hx, cx, *weights)  # type: ignore[no-untyped-call]
     return (output, hy, cy) if kind == "lstm" else (output, hy)
 

@@ -50,8 +50,8 @@ class Op(NamedTuple):
     dtype: str
     attributes: Mapping[str, Any]
     """Hyperparameters that decide the kernel. Of a convolution: its shapes, stride, padding, dilation, groups, transposed, and
-    whether the algorithms "winograd" and "fft" are possible. Of a matrix product: "product", (batch, m, n, k). Of a recurrent
-    layer: "steps", the number of time steps in all layers, which depend on one another. Of a collective: "ranks", how many there
+    whether the algorithms "winograd" and "fft" are possible. Of a matrix product: "product", (batch, m, n, k). Of
+    recurrent layers: "steps", the number of time steps that wait for one another. Of a collective: "ranks", how many there
     are in its group and how many of them share a node. Of any operator: "stream", 1 if FSDP runs it beside the computation;
     "views", the number of views made since the operator before. A view launches no kernel, but takes the host's time."""
 

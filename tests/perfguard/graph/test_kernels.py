@@ -155,7 +155,11 @@ def test_one_kernel_each_way_with_flops_by_hand(layer: Callable[..., nn.RNNBase]
     assert one.flops == 2 * steps * batch * weights
     assert two.flops == 2 * one.flops
     assert one.shape == (steps, batch, directions * hidden)
-    assert one.attributes["steps"] == two.attributes["steps"] == steps * 2 * directions
+    # Layers in one direction run as a wavefront. A second layer that reads both directions waits for the first to end.
+    assert one.attributes["steps"] == two.attributes["steps"] == (steps * 2 if bidirectional else steps + 1)
+    lstm = nn.LSTM(inputs, hidden, num_layers=2, bidirectional=bidirectional)
+    on_cpu = trace(Workload(lstm, (steps, batch, inputs), loss=total), target="cpu")
+    assert [op.attributes["steps"] for op in on_cpu.ops if op.kind == "rnn"] == [steps * 2 * directions] * 2
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
