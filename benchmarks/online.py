@@ -5,10 +5,9 @@
 For each scenario GuardNet's weights for the quantity in question are trained without the rows in question, and kept in the
 cache: the forests of memory, or the step-time network. What GuardNet then answers for their graphs, as it would be served, is
 streamed through the product's own loop: predict, widen, log, teach (`perfguard.learning.Learner`), and every 25 rows an update by
-`tune_weights`. Each row is predicted before it is learnt; beside the stream a fixed set of other rows, from anywhere in the
-table, is judged now and then. "Weights that know the like" have learnt from four fifths of all rows (the random split). The
-intervals' widths before anything was learnt are those of the shipped calibration, less the groups that were left out. Tables of
-single operators are passed over, because GuardNet does not learn from them.
+`tune_weights`. The rows come in a random order. Beside the stream a fixed set of other rows is judged now and then. The widths
+of intervals before anything was learnt are those of the shipped calibration, less the groups that were left out. Tables of single
+operators are passed over, because GuardNet does not learn from them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import random
 import re
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +43,6 @@ from perfguard_models.raw_prediction import RawPrediction, Weights
 from perfguard_models.step_time import StepTime
 from perfguard_models.trees import MemoryForest
 from perfguard_research.dataset import Run, dataset_of, graphs_of
-from perfguard_research.leaderboard import predictions
 from perfguard_research.learners import identity_of, learner_class, write_trained
 
 A100 = "a100-pcie-40gb"
@@ -54,10 +51,9 @@ LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": StepTime.nam
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
 UPDATE_EVERY = 25
 MOST_KNOWN = 200
-STRETCHES = ((0, 20), (20, 50), (50, 100), (100, 200), (200, 400))
 WINDOW = 200
-CLEAN, POISONED, IN_ORDER = "clean", "5% poisoned", "table's order"
-KINDS: dict[str, dict[str, float]] = {CLEAN: {}, POISONED: {"poison": 0.05}, IN_ORDER: {"in_order": True}}
+CLEAN, POISONED = "clean", "5% poisoned"
+POISON = {CLEAN: 0.0, POISONED: 0.05}
 AFTER = (0, 5, 20, 50, 100, 200, 400)
 _NUM_STEPS = 100
 Key = tuple[object, ...]
@@ -68,8 +64,6 @@ class Row(NamedTuple):
 
     run: Run
     raw: RawPrediction
-    by_all: float
-    """What weights that have seen the like say of the scenario's target; NaN for most rows."""
 
 
 class Streamed(NamedTuple):
@@ -143,14 +137,8 @@ def graph_of(index: int) -> OpGraph:
 class Curve(NamedTuple):
     """What one stream came to."""
 
-    errors: dict[int, tuple[float, float]]
-    """Mean and median relative error on the judged rows, after so many rows were learnt."""
-    by_all: float
-    """Mean error of weights that know the like, on those of the judged rows that they were judged on."""
-    of_same: dict[int, float]
-    """Mean error on those same rows, after so many rows were learnt."""
-    as_they_come: dict[tuple[int, int], tuple[float, float]]
-    """Mean error of the rows of each of STRETCHES, before anything was learnt, and as predicted just before each was learnt."""
+    errors: dict[int, float]
+    """Mean relative error on the judged rows, after so many rows were learnt."""
     of_known: tuple[float, float]
     """Mean error on what the weights had seen of the GPU, before the stream and after it."""
     coverages: list[float]
@@ -165,17 +153,13 @@ class Curve(NamedTuple):
     """Longest processor time of one update."""
 
 
-def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, poison: float = 0.0, in_order: bool = False) -> Curve:
-    """Feed ``num_rows`` rows one by one, drawn or a piece of the table as it stands; judge on up to 300 others."""
+def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, poison: float) -> Curve:
+    """Feed ``num_rows`` rows one by one, in a random order; judge on up to 300 others."""
     rows = [*streamed.rows, *streamed.known]
     order = list(range(len(streamed.rows)))
     known_before = list(range(len(streamed.rows), len(rows)))
     random.Random(seed).shuffle(order)
     judged, fed = order[:300], order[300:][:num_rows]
-    if in_order:
-        begin = order[0] % max(len(order) - num_rows, 50)
-        fed = list(range(begin, min(begin + num_rows, len(order))))
-        judged = [index for index in order if index not in set(fed)][:300]
     graphs = {index: graph_of(index) for index in range(len(rows))}
     device = replace(resolve_device(rows[0].run.gpu), id="streamed")
     generator = random.Random(seed + 1)
@@ -183,24 +167,18 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     def make() -> GuardNet:
         return GuardNet(dict.fromkeys(("cpu", "cuda"), HeldOut(rows, streamed.step_time)))
 
-    seen_by_all = [index for index in judged if math.isfinite(rows[index].by_all)]
-    of_all = [relative(rows[index].by_all, rows[index].run, target) for index in seen_by_all]
-    net, errors, of_same, hits, teach_s, update_s = make(), {}, {}, [], [], [0.0]
-    came: list[tuple[float, float]] = []
+    net, errors, hits, teach_s, update_s = make(), {}, [], [], [0.0]
     with MeasurementStore(":memory:") as log:
         learner = Learner(net, log)
         assessment = Assessment()
-        before = judge(net, target, rows, known_before, graphs, device)[0]
+        before = judge(net, target, rows, known_before, graphs, device)
         for count, index in enumerate(fed):
             if count in CHECKPOINTS:
                 errors[count] = judge(net, target, rows, judged, graphs, device)
-                of_same[count] = judge(net, target, rows, seen_by_all, graphs, device)[0]
             prediction = net.predict(graphs[index], device).widened(assessment.widening)
             is_poisoned = generator.random() < poison
             if not is_poisoned:
                 hits.append(is_inside(prediction, target, rows[index].run))
-                values = (rows[index].raw.of[target].log_value, estimate_of(prediction, target)[0])
-                came.append((relative(values[0], rows[index].run, target), relative(values[1], rows[index].run, target)))
             verdict = Verdict.of(prediction, [Limit("memory", device.memory_bytes, prediction.peak_memory)], accepted=0.5)
             decision_id = log.record_decision(verdict, graph=graphs[index], device=device, study="s", trial=count, params={})
             log.record_measurement(decision_id, measurement_of(rows[index].run, device, generator if is_poisoned else None))
@@ -213,19 +191,12 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
                 update_s.append(time.process_time() - begun)
         learner.update(device, study="s")
         errors[len(fed)] = judge(net, target, rows, judged, graphs, device)
-        of_same[len(fed)] = judge(net, target, rows, seen_by_all, graphs, device)[0]
-        of_known = before, judge(net, target, rows, known_before, graphs, device)[0]
+        of_known = before, judge(net, target, rows, known_before, graphs, device)
         promoted = sum(weights.state in ("promoted", "superseded") for weights in log.weights())
     windows = [statistics.fmean(hits[start : start + WINDOW]) for start in range(0, len(hits) - WINDOW + 1, 20)]
-    stretches = {
-        (start, end): (float(np.mean(came[start:end], axis=0)[0]), float(np.mean(came[start:end], axis=0)[1]))
-        for start, end in STRETCHES
-        if end <= len(came)
-    }
-    return Curve(
-        errors, statistics.fmean(of_all) if of_all else math.nan, of_same, stretches, of_known, windows, promoted,
-        len(assessment.doubts), len(assessment.changes), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
-    )  # fmt: skip
+    doubts, changes = len(assessment.doubts), len(assessment.changes)
+    lesson_s = statistics.median(teach_s[len(teach_s) // 2 :])
+    return Curve(errors, of_known, windows, promoted, doubts, changes, lesson_s, max(update_s))
 
 
 def measurement_of(run: Run, device: Device, poison: random.Random | None) -> Measurement:
@@ -242,10 +213,6 @@ def measurement_of(run: Run, device: Device, poison: random.Random | None) -> Me
     )
 
 
-def relative(log_value: float, run: Run, target: Target) -> float:
-    return abs(math.exp(log_value - run.labels[target]) - 1)
-
-
 def estimate_of(prediction: Prediction, target: Target) -> tuple[float, float]:
     """Median's logarithm, and its standard deviation."""
     estimate = prediction.peak_memory if target == "memory" else prediction.step_time
@@ -259,12 +226,11 @@ def is_inside(prediction: Prediction, target: Target, run: Run) -> bool:
 
 def judge(
     net: GuardNet, target: Target, rows: Sequence[Row], judged: Sequence[int], graphs: dict[int, OpGraph], device: Device
-) -> tuple[float, float]:
-    """Mean and median relative error; NaN of no rows."""
-    if not judged:
-        return math.nan, math.nan
-    errors = [relative(estimate_of(net.predict(graphs[index], device), target)[0], rows[index].run, target) for index in judged]
-    return statistics.fmean(errors), statistics.median(errors)
+) -> float:
+    """Mean relative error; NaN of no rows."""
+    log_values = (estimate_of(net.predict(graphs[index], device), target)[0] for index in judged)
+    of_each = (abs(math.exp(value - rows[index].run.labels[target]) - 1) for index, value in zip(judged, log_values, strict=True))
+    return statistics.fmean(of_each) if judged else math.nan
 
 
 def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> FittedModel:
@@ -295,9 +261,7 @@ def shipped_weights(name: str) -> FittedModel:
     return read_weights(WEIGHTS / name)
 
 
-def streamed_of(
-    scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], by_all: dict[Key, dict[str, float]], cache: Path
-) -> Streamed:
+def streamed_of(scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], cache: Path) -> Streamed:
     """The scenario's rows, and some that the weights know of their GPU, with what the weights say of their graphs."""
     weights: dict[Target, FittedModel] = {target: shipped_weights(name) for target, name in LEARNERS.items()}
     weights[scenario.target] = weights_without(scenario, runs, cache)
@@ -312,7 +276,7 @@ def streamed_of(
     chosen = {*place_of, *for_judging}
     found = graphs_of(tables, lambda run: key_of(run) in chosen, cache=cache)
     rows = {
-        key_of(run): Row(run, net._raw(graph, device), by_all.get(key_of(run), {}).get(scenario.target, math.nan))
+        key_of(run): Row(run, net._raw(graph, device))
         for run, device, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
     }
     known = [rows[key] for key in sorted(for_judging, key=str) if key in rows]
@@ -328,17 +292,6 @@ def key_of(run: Run) -> Key:
     return run.table, run.gpu, run.mode, run.setting.variant, run.structure, run.batch_size, tuple(sorted(run.labels.items()))
 
 
-def said_by_all(tables: Sequence[Path], learners: dict[Target, str], cache: Path) -> dict[Key, dict[str, float]]:
-    """What weights that know the like say of the rows that they have not seen themselves."""
-    runs, found = predictions(tables, {name: {} for name in learners.values()}, ["random"], cache=cache, most_operators=0)
-    said: defaultdict[Key, dict[str, float]] = defaultdict(dict)
-    for target, name in learners.items():
-        for fold, predicted in found.get(("random", name), []):
-            for position, index in enumerate(fold.judge):
-                said[key_of(runs[index])][target] = float(predicted[target][position])
-    return said
-
-
 def main() -> None:
     """Show curves, coverage and costs."""
     parser = parser_of(__doc__)
@@ -350,84 +303,46 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     scenarios = [scenario for scenario in SCENARIOS if arguments.only in scenario.name]
-    learners = {scenario.target: LEARNERS[scenario.target] for scenario in scenarios}
-    by_all = said_by_all(arguments.tables, learners, arguments.cache)
-    views = tuple(view for name in learners.values() for view in learner_class(name).views)
+    learners = {LEARNERS[scenario.target] for scenario in scenarios}
+    views = tuple(view for name in sorted(learners) for view in learner_class(name).views)
     runs = dataset_of(arguments.tables, views, cache=arguments.cache, most_operators=0).runs
-    found = []
+    lines = []
     for scenario in scenarios:
-        streamed = streamed_of(scenario, arguments.tables, runs, by_all, arguments.cache)
+        streamed = streamed_of(scenario, arguments.tables, runs, arguments.cache)
         if len(streamed.rows) > 350:
-            found.append(shown_of(scenario, streamed, arguments.rows, range(arguments.seeds)))
-    known = "what the weights knew of the GPU"
-    stretches = (f"rows {start} to {end}" for start, end in STRETCHES)
-    show("learning-in-order", ["never seen", *stretches, known], [one.in_order() for one in found], record=arguments.record)
-    columns = ["never seen", "before", *(f"after {count}" for count in AFTER[1:]), "all rows; after 100, times", known]
-    show("learning-at-random", columns, [one.at_random() for one in found], record=arguments.record)
+            lines.append(line_of(scenario, streamed, arguments.rows, range(arguments.seeds)))
+    columns = ["never seen", "before", *(f"after {count}" for count in AFTER[1:]), "what the weights knew of the GPU"]
+    show("learning-at-random", columns, lines, record=arguments.record)
 
 
-class Shown(NamedTuple):
-    """A scenario's curves, for the tables. Errors are means."""
+def line_of(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[int]) -> list[str]:
+    """Stream the rows of a scenario, clean and poisoned, and print what the table leaves out. Return the line of the clean ones.
 
-    name: str
-    means: dict[str, dict[int, float]]
-    """Error on other rows by kind of stream and number of rows learnt."""
-    as_they_come: dict[tuple[int, int], tuple[float, float]]
-    """Error in the order of the table by stretch: before anything was learnt, and just before each row was learnt."""
-    by_all: float
-    times: float
-    """Error after 100 rows over ``by_all``, on the same rows."""
-    of_known: dict[str, str]
-    """By kind of stream: error of the rows that the weights knew, before and after."""
-
-    def in_order(self) -> list[str]:
-        """Return the line of the rows as they stand in the table."""
-        pairs = (self.as_they_come.get(stretch) for stretch in STRETCHES)
-        return [
-            self.name,
-            *("-" if pair is None else f"{pair[0]:.1%} → {pair[1]:.1%}" for pair in pairs),
-            self.of_known[IN_ORDER],
-        ]
-
-    def at_random(self) -> list[str]:
-        """Return the line of rows in random order. The last count stands in the last column where the rows do not suffice."""
-        means, last = self.means[CLEAN], max(self.means[CLEAN])
-        cells = [f"{means[count]:.1%}" if count in means else "-" for count in AFTER]
-        if last < AFTER[-1]:
-            cells[-1] = f"{means[last]:.1%} ({last})"
-        return [self.name, *cells, f"{self.by_all:.1%}; {self.times:.2f}", self.of_known[CLEAN]]
-
-
-def shown_of(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[int]) -> Shown:
-    """Stream the rows of a scenario in three ways, and print what the tables leave out."""
-    means: dict[str, dict[int, float]] = {}
-    of_known: dict[str, str] = {}
-    for kind, options in KINDS.items():
+    The last count stands in the last column where the rows do not suffice.
+    """
+    for kind, poison in POISON.items():
         curves = [
-            stream(scenario.target, streamed, num_rows=num_rows, seed=seed, **options)  # type: ignore[arg-type]
+            stream(scenario.target, streamed, num_rows=num_rows, seed=seed, poison=poison)
             for seed in track(seeds, description=kind, transient=True)
         ]
         counts = sorted(set.intersection(*(set(curve.errors) for curve in curves)))
-        means[kind] = {count: statistics.fmean(curve.errors[count][0] for curve in curves) for count in counts}
-        before, after = np.mean([curve.of_known for curve in curves], axis=0)
-        of_known[kind] = f"{before:.1%} → {after:.1%}" if streamed.known else "-"
+        means = {count: statistics.fmean(curve.errors[count] for curve in curves) for count in counts}
         windows = [coverage for curve in curves for coverage in curve.coverages]
         coverage = f"{min(windows):.1%} to {max(windows):.1%}" if windows else "-"
         print(
-            f"{scenario.name}, {kind}: error after all rows {means[kind][counts[-1]]:.1%}; inside the 90% interval over windows "
+            f"{scenario.name}, {kind}: error after all rows {means[counts[-1]]:.1%}; inside the 90% interval over windows "
             f"of {WINDOW}: {coverage}; weights promoted: {sum(curve.promoted for curve in curves)}; "
             f"quarantined: {sum(curve.quarantined for curve in curves)}; shifts: {sum(curve.shifts for curve in curves)}; "
             f"learning one row: {max(curve.teach_s for curve in curves) * 1e3:.0f} ms; "
             f"an update at most {max(curve.update_s for curve in curves):.1f} s of processor time"
         )
         if kind == CLEAN:
-            by_all = float(np.nanmean([curve.by_all for curve in curves]))
-            times = float(np.nanmean([curve.of_same[min(100, counts[-1])] for curve in curves])) / by_all
-        if kind == IN_ORDER:
-            stretches = sorted(set.intersection(*(set(curve.as_they_come) for curve in curves)))
-            found = {stretch: np.mean([curve.as_they_come[stretch] for curve in curves], axis=0) for stretch in stretches}
-            as_they_come = {stretch: (float(before), float(now)) for stretch, (before, now) in found.items()}
-    return Shown(scenario.name, means, as_they_come, by_all, times, of_known)
+            before, after = np.mean([curve.of_known for curve in curves], axis=0)
+            cells = [f"{means[count]:.1%}" if count in means else "-" for count in AFTER]
+            if counts[-1] < AFTER[-1]:
+                cells[-1] = f"{means[counts[-1]]:.1%} ({counts[-1]})"
+            line = [scenario.name, *cells, f"{before:.1%} → {after:.1%}" if streamed.known else "-"]
+    return line
 
 
 if __name__ == "__main__":
