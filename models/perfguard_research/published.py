@@ -81,8 +81,8 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 def of_hfdocs(rows: pd.DataFrame) -> pd.DataFrame:
     """Transformers' model pages: a training step of language models without optimizer. The loss is the sum of the logits.
 
-    Inference is left out. That of language models has an unclear unit. Vision transformers are said to run in float32, and took as
-    long for eight images as for one: 2.4 times the A100's peak of float32. They ran in another precision.
+    Inference is left out. That of language models has an unclear unit. Vision transformers are said to run in float32. They took
+    as long for eight images as for one, at 2.4 times the A100's peak of float32: they ran in another precision.
     """
     rows = rows[rows["model"].isin(TRANSFORMERS) & (rows["mode"] == "forward_backward")]
     classes, sizes = zip(*rows["model"].map(TRANSFORMERS), strict=True)

@@ -58,15 +58,19 @@ def step_of(workload: Workload, *, high: int = 2) -> Callable[[], None]:
     optimizer: torch.optim.Optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "amp-fp16" and device.type == "cuda")
 
+    def loss() -> torch.Tensor:  # what it returns is all that the backward pass gets, as in Workload(retain="nothing")
+        output = forward()
+        if loss_of is None:  # the model's own
+            own: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+            return own
+        made: torch.Tensor = loss_of(output) if targets is None else loss_of(output, targets)
+        return made
+
     def train() -> None:
         optimizer.zero_grad()
         with autocast():
-            output = forward()
-            if loss_of is None:  # the model's own
-                loss = output["loss"] if isinstance(output, Mapping) else output.loss
-            else:
-                loss = loss_of(output) if targets is None else loss_of(output, targets)
-        scaler.scale(loss).backward()
+            value = loss()
+        scaler.scale(value).backward()
         scaler.step(optimizer)
         scaler.update()
 

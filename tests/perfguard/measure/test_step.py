@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,23 @@ def test_step_runs_as_its_workload_says(mode: Any) -> None:
     assert 0 <= int(words.min()) <= int(words.max()) == 6
     assert (training, has_gradients, autocasts) == (mode == "train", mode == "train", True)
     assert torch.equal(before, model.layer.weight) == (mode == "infer")
+
+
+def test_the_outputs_are_gone_in_the_backward_pass() -> None:
+    """The trace of Workload(retain="nothing") has them no longer, and both must cost the same."""
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    class Updating(torch.optim.SGD):
+        def step(self, *args: Any) -> None:  # type: ignore[override]
+            alive.append(outputs[-1]() is not None)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        outputs.append(weakref.ref(output))
+        return output.mean()
+
+    step_of(Workload(nn.Linear(3, 4), (2, 3), loss=loss, optimizer=Updating, retain="nothing"))()
+    assert alive == [False]
 
 
 def test_number_of_steps_follows_from_their_time() -> None:
