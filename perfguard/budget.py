@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import SECONDS_PER_HOUR, Estimate, Prediction
@@ -26,34 +26,41 @@ if TYPE_CHECKING:
 
 Quantity = Literal["memory", "host_memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
 NOUNS: Mapping[Quantity, str] = {
-    "memory": "peak memory",
-    "host_memory": "host memory",
-    "time": "trial time",
-    "epoch_time": "epoch time",
-    "step_time": "step time",
-    "latency": "latency",
-    "energy": "energy",
-    "cost": "trial cost",
-}
+    "memory": "peak memory", "host_memory": "host memory", "time": "trial time", "epoch_time": "epoch time",
+    "step_time": "step time", "latency": "latency", "energy": "energy", "cost": "trial cost",
+}  # fmt: skip
 """Names of the quantities in messages."""
 _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
-    "memory": ("needs", ""),
-    "host_memory": ("needs", " of host memory"),
-    "time": ("takes", ""),
-    "epoch_time": ("takes", " an epoch"),
-    "step_time": ("takes", " a step"),
-    "latency": ("takes", " a batch"),
-    "energy": ("uses", " a batch"),
-    "cost": ("costs", ""),
-}
+    "memory": ("needs", ""), "host_memory": ("needs", " of host memory"), "time": ("takes", ""),
+    "epoch_time": ("takes", " an epoch"), "step_time": ("takes", " a step"), "latency": ("takes", " a batch"),
+    "energy": ("uses", " a batch"), "cost": ("costs", ""),
+}  # fmt: skip
 """The verb before the number, and what follows it."""
+_PARSERS: Mapping[Quantity, Callable[..., float]] = {
+    "memory": parse_bytes, "host_memory": parse_bytes, "energy": parse_joules, "cost": parse_dollars
+}  # fmt: skip
+"""All others are times."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
 """A card of 40 GiB has 39.4 for programs, one of 16 may have 14.6: a budget of the nominal size means all of it."""
 _HOST_LOG_SIGMA = 0.15
 """Of what the host holds: `benchmarks/host_memory.py`."""
-_NESTED_TIMES = (("step_time_budget", "step_time_s"), ("epoch_time_budget", "epoch_time_s"), ("time_budget", "trial_time_s"))
+_NESTED_TIMES: tuple[Quantity, ...] = ("step_time", "epoch_time", "time")
+
+
+class BudgetSettings(TypedDict, total=False):
+    """What a guard takes as its budgets: see :class:`perfguard.Guard`."""
+
+    memory_budget: int | float | str | None
+    host_memory_budget: int | float | str | None
+    time_budget: int | float | str | None
+    epoch_time_budget: int | float | str | None
+    step_time_budget: int | float | str | None
+    latency_budget: int | float | str | None
+    energy_budget: int | float | str | None
+    cost_budget: int | float | str | None
+    price_per_hour: int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,89 +97,60 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of a trial. None means no limit. The memory of the device is always a limit.
+    """Limits of a trial. The memory of the device is always one.
 
     Example:
-        >>> Budget.parse(memory="38GiB", time="2h").trial_time_s
+        >>> Budget.parse(memory_budget="38GiB", time_budget="2h").most["time"]
         7200.0
     """
 
-    memory_bytes: int | None = None
-    """Peak device memory."""
+    most: Mapping[Quantity, float] = field(default_factory=dict)
+    """The limit of each quantity that has one: bytes, seconds, joules, or the currency of the price."""
     memory_fraction: float | None = None
-    """The same as a fraction of the device's memory, in (0, 1]."""
-    host_memory_bytes: int | None = None
-    """Memory of the host: of the trial's process, and of the workers of its loaders."""
-    trial_time_s: float | None = None
-    """Time of the whole trial."""
-    epoch_time_s: float | None = None
-    """Time of an epoch of training."""
-    step_time_s: float | None = None
-    """Time of one optimizer step, or of one batch of inference."""
-    latency_s: float | None = None
-    """Time of one batch of inference."""
-    energy_j: float | None = None
-    """Energy of one batch of inference."""
-    cost: float | None = None
-    """Cost of the whole trial, in the currency of the price."""
+    """The limit of the memory as a share of the device's, in (0, 1]. None: it is none."""
     price_per_hour: float | None = None
-    """Price of an hour on the device."""
+    """Price of an hour on the device. None: unknown."""
 
     @staticmethod
-    def parse(
-        memory: int | float | str | None = None,
-        time: int | float | str | None = None,
-        step_time: int | float | str | None = None,
-        epoch_time: int | float | str | None = None,
-        latency: int | float | str | None = None,
-        energy: int | float | str | None = None,
-        cost: int | float | str | None = None,
-        price_per_hour: int | float | str | None = None,
-        host_memory: int | float | str | None = None,
-    ) -> Budget:
+    def parse(price_per_hour: int | float | str | None = None, **budgets: int | float | str | None) -> Budget:
         """Return a budget from what people write: bytes, "38GiB" or a fraction of the device; seconds or "2h"; joules or "5J";
-        dollars or "$2".
+        dollars or "$2". The names are those of :class:`BudgetSettings`.
 
         Raises:
             ConfigurationError: If a limit is not positive or cannot be read. If a number below 1 MiB has no unit. If limits
-                contradict each other. If one of ``cost`` and ``price_per_hour`` is missing.
+                contradict each other. If one of ``cost_budget`` and ``price_per_hour`` is missing.
         """
-        fraction = _fraction(memory, "memory_budget")
-        host_fraction = _fraction(host_memory, "host_memory_budget")
-        if host_fraction is not None:
-            from perfguard.devices.detect import host_memory_bytes
+        most: dict[Quantity, float] = {}
+        fraction = None
+        for quantity in NOUNS:
+            name = f"{quantity}_budget"
+            value = budgets.pop(name, None)
+            share = _fraction(value, name) if quantity in ("memory", "host_memory") else None
+            if share is not None and quantity == "memory":
+                fraction = share
+            elif share is not None:
+                from perfguard.devices.detect import host_memory_bytes
 
-            host_memory = max(1, int(host_fraction * host_memory_bytes()))
-        budget = Budget(
-            memory_bytes=None if memory is None or fraction is not None else parse_bytes(memory, what="memory_budget"),
-            memory_fraction=fraction,
-            trial_time_s=None if time is None else parse_seconds(time, what="time_budget"),
-            epoch_time_s=None if epoch_time is None else parse_seconds(epoch_time, what="epoch_time_budget"),
-            step_time_s=None if step_time is None else parse_seconds(step_time, what="step_time_budget"),
-            latency_s=None if latency is None else parse_seconds(latency, what="latency_budget"),
-            energy_j=None if energy is None else parse_joules(energy, what="energy_budget"),
-            cost=None if cost is None else parse_dollars(cost, what="cost_budget"),
-            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, what="host_memory_budget"),
-            price_per_hour=None if price_per_hour is None else parse_dollars(price_per_hour, what="price_per_hour"),
-        )
-        if cost is not None and price_per_hour is None:
+                most[quantity] = max(1, int(share * host_memory_bytes()))
+            elif value is not None:
+                most[quantity] = _PARSERS.get(quantity, parse_seconds)(value, what=name)
+        if budgets:
+            raise ConfigurationError(f"There is no budget {next(iter(budgets))!r}.")
+        price = None if price_per_hour is None else parse_dollars(price_per_hour, what="price_per_hour")
+        if "cost" in most and price is None:
             raise ConfigurationError(
                 "cost_budget needs price_per_hour, the price of an hour on the device. Give both, for instance 2.5 for $2.50."
             )
-        if cost is None and price_per_hour is not None:
+        if "cost" not in most and price is not None:
             raise ConfigurationError("price_per_hour has no effect without cost_budget. Give both, or leave it out.")
-        budget._check_times()
-        return budget
-
-    def _check_times(self) -> None:
-        """A step is part of an epoch, and an epoch of a trial."""
-        given = [(name, limit) for name, field in _NESTED_TIMES if (limit := getattr(self, field)) is not None]
-        for (part, part_s), (whole, whole_s) in pairwise(given):
-            if part_s > whole_s:
+        # A step is part of an epoch, and an epoch of a trial.
+        for part, whole in pairwise(name for name in _NESTED_TIMES if name in most):
+            if most[part] > most[whole]:
                 raise ConfigurationError(
-                    f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), but is a part of it. "
-                    f"Leave {part} out, or lower it."
+                    f"{part}_budget ({format_seconds(most[part])}) is more than {whole}_budget ({format_seconds(most[whole])}), "
+                    f"but is a part of it. Leave {part}_budget out, or lower it."
                 )
+        return Budget(most, fraction, price)
 
     def check_device(self, device: Device) -> None:
         """Check that trials on ``device`` can have the memory of the budget.
@@ -180,16 +158,16 @@ class Budget:
         Raises:
             ConfigurationError: if the budget is more than the memory of the device, or not more than the driver's context.
         """
-        if self.energy_j is not None and device.kind == "cpu":
+        if "energy" in self.most and device.kind == "cpu":
             raise ConfigurationError(
                 f"energy_budget cannot be checked: a CPU ({device.name}) has no energy counter. Leave it out, or name a GPU."
             )
-        if self.memory_bytes is None and self.memory_fraction is None:
+        given, capacity_bytes = self.most.get("memory"), self.capacity_bytes(device)
+        if given is None and self.memory_fraction is None:
             return
-        capacity_bytes = self.capacity_bytes(device)
-        if self.memory_bytes is not None and self.memory_bytes > _NOMINAL * device.memory_bytes:
+        if given is not None and given > _NOMINAL * device.memory_bytes:
             raise ConfigurationError(
-                f"A memory budget of {format_bytes(self.memory_bytes)} is more than {device.name} has "
+                f"A memory budget of {format_bytes(given)} is more than {device.name} has "
                 f"({format_bytes(device.memory_bytes)}). Give less, or a fraction such as 0.95."
             )
         if capacity_bytes <= device.context_bytes:
@@ -200,41 +178,29 @@ class Budget:
 
     @property
     def paid_time_s(self) -> float | None:
-        """Seconds that the cost budget pays for. None: the cost has no limit, or there is no price."""
-        if self.cost is None or self.price_per_hour is None:
-            return None
-        return SECONDS_PER_HOUR * self.cost / self.price_per_hour
+        """Seconds that the cost budget pays for. None: the cost has no limit."""
+        return SECONDS_PER_HOUR * self.most["cost"] / self.price_per_hour if self.price_per_hour is not None else None
 
     @property
     def longest_trial_s(self) -> float | None:
         """Seconds that a trial may take by its time budget and its cost budget. None: neither limits it."""
-        return min((seconds for seconds in (self.trial_time_s, self.paid_time_s) if seconds is not None), default=None)
+        return min((seconds for seconds in (self.most.get("time"), self.paid_time_s) if seconds is not None), default=None)
 
     def capacity_bytes(self, device: Device) -> int:
         """The memory that a trial may use on ``device``."""
         if self.memory_fraction is not None:
             return int(self.memory_fraction * device.memory_bytes)
-        return device.memory_bytes if self.memory_bytes is None else min(self.memory_bytes, device.memory_bytes)
+        return int(min(self.most.get("memory", math.inf), device.memory_bytes))
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
         """The limited quantities."""
-        limited: dict[Quantity, float | None] = {
-            "memory": 1,
-            "host_memory": self.host_memory_bytes,
-            "time": self.trial_time_s,
-            "epoch_time": self.epoch_time_s,
-            "step_time": self.step_time_s,
-            "latency": self.latency_s,
-            "energy": self.energy_j,
-            "cost": self.cost,
-        }
-        return tuple(quantity for quantity, limit in limited.items() if limit is not None)
+        return tuple(quantity for quantity in NOUNS if quantity == "memory" or quantity in self.most)
 
     def cannot_bind(
         self, workload: AnyWorkload, *, knows_time: bool, knows_energy: bool = True, ends: bool = False
-    ) -> Iterator[tuple[str, str]]:
-        """The name of each budget that cannot be checked for ``workload``, and a sentence on what is missing.
+    ) -> dict[str, str]:
+        """Return the budgets that cannot be checked for ``workload``: for each name a sentence on what is missing.
 
         Args:
             workload: what the trial runs.
@@ -247,43 +213,30 @@ class Budget:
         why = unseen or "the loaders do not say how many there are"
         steps = "Give Workload(..., steps=...)." if unseen is None else f"The dry run did not see them: {why}."
         steps += f" They follow from {'epochs=..., or from ' if workload.steps_per_epoch else ''}the first trial that finishes."
-        if self.host_memory_bytes is not None and getattr(workload, "host_memory", None) is None:
-            yield (
-                "host_memory_budget",
-                (
-                    "host_memory_budget needs a dry run of the objective: a Workload does not say what the host holds. Leave out "
-                    "build=..., or host_memory_budget."
-                ),
+        missing: dict[Quantity, str] = {}
+        if getattr(workload, "host_memory", None) is None:
+            missing["host_memory"] = (
+                "needs a dry run of the objective: a Workload does not say what the host holds. Leave out build=..., or "
+                "host_memory_budget."
             )
-        if (self.trial_time_s is not None or ends) and not knows_time:
-            name = "time_budget" if self.trial_time_s is not None else "within_timeout"
-            yield name, f"{name} needs the number of steps of a trial. {steps}"
-        if self.cost is not None and not knows_time:
-            yield "cost_budget", f"cost_budget needs the number of steps of a trial. {steps}"
-        if self.epoch_time_s is not None and infers:
-            yield "epoch_time_budget", "epoch_time_budget limits training, but the workload has mode='infer'. Leave it out."
-        elif self.epoch_time_s is not None and workload.steps_per_epoch is None:
-            yield (
-                "epoch_time_budget",
-                "epoch_time_budget needs the number of steps of an epoch. Give Workload(..., steps_per_epoch=...).",
+        if not knows_time:
+            missing |= dict.fromkeys(("time", "cost"), f"needs the number of steps of a trial. {steps}")
+        if infers:
+            missing["epoch_time"] = "limits training, but the workload has mode='infer'. Leave it out."
+        elif workload.steps_per_epoch is None:
+            missing["epoch_time"] = "needs the number of steps of an epoch. Give Workload(..., steps_per_epoch=...)."
+        if not infers:
+            limits = "limits inference, but the workload trains. Give Workload(..., mode='infer'), or"
+            missing |= {"latency": f"{limits} step_time_budget for training.", "energy": f"{limits} leave it out."}
+        elif not knows_energy:
+            missing["energy"] = (
+                "needs a predictor that knows energy. This one must first learn it from runs with measured energy on this "
+                "device. Leave energy_budget out, or give another predictor."
             )
-        if self.latency_s is not None and not infers:
-            yield (
-                "latency_budget",
-                "latency_budget limits inference, but the workload trains. "
-                "Give Workload(..., mode='infer'), or step_time_budget for training.",
-            )
-        if self.energy_j is not None and not infers:
-            yield (
-                "energy_budget",
-                "energy_budget limits inference, but the workload trains. Give Workload(..., mode='infer'), or leave it out.",
-            )
-        elif self.energy_j is not None and not knows_energy:
-            yield (
-                "energy_budget",
-                "energy_budget needs a predictor that knows energy. This one must first learn it from runs with measured "
-                "energy on this device. Leave energy_budget out, or give another predictor.",
-            )
+        found = {f"{name}_budget": f"{name}_budget {missing[name]}" for name in NOUNS if name in missing and name in self.most}
+        if ends and "time" in missing and "time" not in self.most:
+            found["within_timeout"] = f"within_timeout {missing['time']}"
+        return found
 
     def limits(
         self,
@@ -305,24 +258,23 @@ class Budget:
             time_left_s: seconds left of the study's time. This is a second limit on the trial's time.
             host_memory: what the host holds beside the device. None: unknown, so it has no limit.
         """
-        yield Limit("memory", self.capacity_bytes(device), prediction.peak_memory)
-        if self.host_memory_bytes is not None and host_memory is not None:
-            yield Limit("host_memory", self.host_memory_bytes, needed_on_host(host_memory, prediction, device))
-        trial_times = [seconds for seconds in (self.trial_time_s, time_left_s) if seconds is not None]
-        if trial_times and prediction.total_time is not None:
-            yield Limit("time", max(min(trial_times), 1e-9), prediction.total_time)
-        if self.step_time_s is not None:
-            yield Limit("step_time", self.step_time_s, prediction.step_time)
-        if self.epoch_time_s is not None and steps_per_epoch is not None and not infers:
-            yield Limit("epoch_time", self.epoch_time_s, prediction.step_time.scaled(steps_per_epoch))
-        if self.latency_s is not None and infers:
-            yield Limit("latency", self.latency_s, prediction.step_time)
-        if self.energy_j is not None and infers and prediction.energy is not None:
-            yield Limit("energy", self.energy_j, prediction.energy)
-        if self.cost is not None and self.price_per_hour is not None:
-            cost = prediction.cost(self.price_per_hour)
-            if cost is not None:
-                yield Limit("cost", self.cost, cost)
+        step_time, trains_epochs = prediction.step_time, steps_per_epoch is not None and not infers
+        estimates: dict[Quantity, Estimate | None] = {
+            "memory": prediction.peak_memory,
+            "host_memory": None if host_memory is None else needed_on_host(host_memory, prediction, device),
+            "time": prediction.total_time,
+            "step_time": step_time,
+            "epoch_time": step_time.scaled(steps_per_epoch or 0) if trains_epochs else None,
+            "latency": step_time if infers else None,
+            "energy": prediction.energy if infers else None,
+            "cost": None if self.price_per_hour is None else prediction.cost(self.price_per_hour),
+        }
+        most = {**self.most, "memory": self.capacity_bytes(device)}
+        if time_left_s is not None:
+            most["time"] = max(min(most.get("time", math.inf), time_left_s), 1e-9)
+        for quantity, estimate in estimates.items():
+            if quantity in most and estimate is not None:
+                yield Limit(quantity, most[quantity], estimate)
 
 
 def needed_on_host(host_memory: HostMemory, prediction: Prediction, device: Device) -> Estimate:

@@ -7,6 +7,7 @@ The way of a trial through this file: :meth:`Guard.describe` builds the workload
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import threading
@@ -17,7 +18,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard.budget import Budget
+from perfguard.budget import Budget, BudgetSettings
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
@@ -39,13 +40,13 @@ from perfguard.quantities import format_dollars, format_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.steps import Steps, steps_of_finished
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
-from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, Workload, build_workload
+from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, Workload, build_workload, did_you_mean
 
 if TYPE_CHECKING:
     import subprocess
 
     from torch import nn
-    from typing_extensions import TypedDict
+    from typing_extensions import Unpack
 
     from perfguard.budget import Limit
     from perfguard.capture.real import Difference, RealStep
@@ -55,18 +56,9 @@ if TYPE_CHECKING:
     from perfguard.measure import Measurement
     from perfguard.pace import Running
 
-    class GuardSettings(TypedDict, total=False):
+    class GuardSettings(BudgetSettings, total=False):
         """The keyword arguments of :class:`Guard`."""
 
-        memory_budget: int | float | str | None
-        host_memory_budget: int | float | str | None
-        time_budget: int | float | str | None
-        epoch_time_budget: int | float | str | None
-        step_time_budget: int | float | str | None
-        latency_budget: int | float | str | None
-        energy_budget: int | float | str | None
-        cost_budget: int | float | str | None
-        price_per_hour: int | float | str | None
         epochs: int | str | None
         risk: float
         on_violation: OnViolation
@@ -137,15 +129,6 @@ class Guard:
         self,
         gpu: str | Device = "auto",
         *,
-        memory_budget: int | float | str | None = None,
-        host_memory_budget: int | float | str | None = None,
-        time_budget: int | float | str | None = None,
-        epoch_time_budget: int | float | str | None = None,
-        step_time_budget: int | float | str | None = None,
-        latency_budget: int | float | str | None = None,
-        energy_budget: int | float | str | None = None,
-        cost_budget: int | float | str | None = None,
-        price_per_hour: int | float | str | None = None,
         epochs: int | str | None = None,
         risk: float = DEFAULT_RISK,
         on_violation: OnViolation = "prune",
@@ -154,6 +137,7 @@ class Guard:
         log: str | MeasurementStore | Literal[False] | None = None,
         refine: bool | None = None,
         strict: bool = False,
+        **budgets: Unpack[BudgetSettings],
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import TraceCache
@@ -169,17 +153,11 @@ class Guard:
         self.risk = check_risk(risk)
         self.strict = bool(strict)
         self.device = resolve_device(gpu)
-        self.budget = Budget.parse(
-            memory_budget,
-            time_budget,
-            step_time_budget,
-            epoch_time_budget,
-            latency_budget,
-            energy_budget,
-            cost_budget,
-            price_per_hour,
-            host_memory_budget,
-        )
+        for name in budgets:
+            if name not in BudgetSettings.__annotations__:
+                known = [*inspect.signature(Guard).parameters, *BudgetSettings.__annotations__]
+                raise ConfigurationError(f"There is no setting {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
+        self.budget = Budget.parse(**budgets)
         self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         if log in ("", True) or not isinstance(log, MeasurementStore | str | os.PathLike | bool | None):
@@ -471,7 +449,7 @@ class Guard:
         """
         knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
         knows_time = "time" in verdict.predicted
-        unchecked = dict(self.budget.cannot_bind(workload, knows_time=knows_time, knows_energy=knows_energy, ends=ends))
+        unchecked = self.budget.cannot_bind(workload, knows_time=knows_time, knows_energy=knows_energy, ends=ends)
         if self.strict and unchecked:
             raise ConfigurationError(" ".join(unchecked.values()))
         return unchecked
@@ -591,7 +569,7 @@ class Guard:
             return None
         if run.is_elsewhere:  # asks the device, which would be most of the cost of a step's check
             return None
-        cost = self.budget.cost if limit_s == self.budget.paid_time_s else None
+        cost = self.budget.most.get("cost") if limit_s == self.budget.paid_time_s else None
         limit = format_seconds(limit_s) + ("" if cost is None else f" ({format_dollars(cost)})")
         if total is None:
             return f"it has taken {format_seconds(run.elapsed_s)} already, the budget is {limit}"

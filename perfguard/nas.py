@@ -112,7 +112,7 @@ class LatencyConstraint:
         return self.guard.judge(graph, self._limits_of, threshold=self.guard.risk)
 
     def _limits_of(self, prediction: Prediction) -> Iterable[Limit]:
-        if self.guard.budget.energy_j is not None:
+        if "energy" in self.guard.budget.most:
             prediction = replace(prediction, energy=most_energy(prediction, self.guard.device))
         return self.guard.budget.limits(prediction, self.guard.device, infers=True)
 
@@ -198,7 +198,7 @@ class LatencyConstraint:
         """
         import torch
 
-        limit_s = self.guard.budget.latency_s
+        limit_s = self.guard.budget.most.get("latency")
         if limit_s is None:
             raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
         expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum()

@@ -7,7 +7,6 @@ and :meth:`~KnownTrial.decide` asks the core. :meth:`~KnownTrial.end` measures t
 from __future__ import annotations
 
 import datetime
-import inspect
 import math
 import threading
 import time
@@ -118,10 +117,6 @@ class OptunaGuard:
             raise ConfigurationError(f"build must be a function of the hyperparameters, but got {build!r}.")
         if on_oom not in get_args(OnOom):
             raise ConfigurationError(f"on_oom must be one of {', '.join(get_args(OnOom))}, but got {on_oom!r}.")
-        known = inspect.signature(Guard).parameters
-        for name in settings:
-            if name not in known:
-                raise ConfigurationError(f"There is no setting {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
         self.guard = Guard(gpu, **settings)
         """The guard of the core: device, budget, risk, predictor, log."""
         self.device, self.log = self.guard.device, self.guard.log
@@ -571,7 +566,7 @@ class KnownTrial:
     def _margins_over(self, quantity: Quantity, excess: float = 0.0) -> Mapping[Quantity, float]:
         """The margins of a trial that broke a limit: those of its verdict, but this one at least 1% over: it may be unknown."""
         budget = self.guard.budget
-        if quantity == "time" and budget.trial_time_s is None and budget.cost is not None:
+        if quantity == "time" and "time" not in budget.most and "cost" in budget.most:
             quantity = "cost"  # which limits the time
         return {**self.verdict.margins, quantity: max(excess, 0.01)}
 

@@ -221,7 +221,7 @@ class Ledger:
             return _hash_of(config)
         if isinstance(found, CapturedTrial):
             traced += "".join(phase.content_hash for phase in found.phases.values())
-        host = getattr(found, "host_memory", None) if self.guard.budget.host_memory_bytes else None
+        host = getattr(found, "host_memory", None) if "host_memory" in self.guard.budget.most else None
         if host is not None:  # which differs a little from dry run to dry run
             traced += f"{10 * math.log(host.needed_bytes):.0f}"
         return traced, found.mode, found.steps, found.steps_per_epoch

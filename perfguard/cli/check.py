@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfguard.budget import Budget
@@ -54,11 +55,11 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.max_cost is not None and arguments.price_per_hour is None:
         raise ConfigurationError("--max-cost needs the price of an hour on the device: give --price-per-hour.")
     budget = budget_of(
-        memory=arguments.max_memory,
-        host_memory=arguments.max_host_memory,
-        step_time=arguments.max_step_time,
-        time=arguments.max_trial_time,
-        cost=arguments.max_cost,
+        memory_budget=arguments.max_memory,
+        host_memory_budget=arguments.max_host_memory,
+        step_time_budget=arguments.max_step_time,
+        time_budget=arguments.max_trial_time,
+        cost_budget=arguments.max_cost,
         price_per_hour=arguments.price_per_hour,
     )
     device = in_network(resolve_device(arguments.gpu), arguments)
@@ -85,17 +86,13 @@ def check(arguments: argparse.Namespace) -> int:
     return status
 
 
-def budget_of(*, memory: str | None, host_memory: str | None = None, **others: str | None) -> Budget:
-    """Return the budget that ``--max-memory`` and the other options of its kind give."""
-
-    def share_or_text(text: str | None) -> str | float | None:
-        try:
-            return text if text is None else float(text)
-        except ValueError:
-            return text  # it has a unit
-
+def budget_of(**budgets: Any) -> Budget:
+    """Return the budget that the texts of ``--max-memory`` and the other options of its kind give."""
+    for name in ("memory_budget", "host_memory_budget"):
+        with suppress(TypeError, ValueError):  # it has a unit, or is not given
+            budgets[name] = float(budgets.get(name) or "none")
     try:
-        return Budget.parse(memory=share_or_text(memory), host_memory=share_or_text(host_memory), **others)
+        return Budget.parse(**budgets)
     except ConfigurationError as error:
         message = str(error)
         for name, option in (  # the names of the budgets in Python, and the options that set them here
@@ -138,7 +135,7 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
 
 def _limit_of_trial(budget: Budget) -> str | None:
     """The option that limits the whole trial, which needs its steps. None: none does."""
-    return "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
+    return "--max-trial-time" if "time" in budget.most else "--max-cost" if "cost" in budget.most else None
 
 
 def result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:

@@ -107,7 +107,7 @@ def plan(arguments: argparse.Namespace) -> int:
             import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
         except ImportError as error:
             raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
-    places, budget = _places(arguments), budget_of(memory=arguments.max_memory)
+    places, budget = _places(arguments), budget_of(memory_budget=arguments.max_memory)
     for place in places:
         budget.check_device(place.device)
     if len(words) * len(places) > _MOST_DRY_RUNS:

@@ -24,17 +24,17 @@ def device() -> Device:
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ({"memory": 0.0}, r"memory_budget as a fraction must lie in \(0, 1\], but got 0.0"),
-        ({"memory": -0.5}, r"memory_budget as a fraction must lie in \(0, 1\], but got -0.5"),
-        ({"memory": 0}, "memory_budget must be positive and finite"),
-        ({"memory": math.nan}, "memory_budget must be positive and finite"),
-        ({"memory": True}, "memory_budget must be bytes or a text"),
-        ({"memory": "half"}, "memory_budget must look like"),
-        ({"time": -1}, "time_budget must be positive and finite"),
-        ({"step_time": "fast"}, "step_time_budget must look like"),
-        ({"cost": "free"}, "cost_budget must look like"),
-        ({"cost": 1, "price_per_hour": 0}, "price_per_hour must be positive and finite"),
-        ({"cost": 1}, "cost_budget needs price_per_hour, the price of an hour"),
+        ({"memory_budget": 0.0}, r"memory_budget as a fraction must lie in \(0, 1\], but got 0.0"),
+        ({"memory_budget": -0.5}, r"memory_budget as a fraction must lie in \(0, 1\], but got -0.5"),
+        ({"memory_budget": 0}, "memory_budget must be positive and finite"),
+        ({"memory_budget": math.nan}, "memory_budget must be positive and finite"),
+        ({"memory_budget": True}, "memory_budget must be bytes or a text"),
+        ({"memory_budget": "half"}, "memory_budget must look like"),
+        ({"time_budget": -1}, "time_budget must be positive and finite"),
+        ({"step_time_budget": "fast"}, "step_time_budget must look like"),
+        ({"cost_budget": "free"}, "cost_budget must look like"),
+        ({"cost_budget": 1, "price_per_hour": 0}, "price_per_hour must be positive and finite"),
+        ({"cost_budget": 1}, "cost_budget needs price_per_hour, the price of an hour"),
         ({"price_per_hour": 1}, "price_per_hour has no effect without cost_budget"),
     ],
 )
@@ -45,7 +45,7 @@ def test_a_budget_that_cannot_be_right_is_named(budget: dict[str, int | float | 
 
 @pytest.mark.parametrize(("memory", "capacity"), [(None, 10 * GIB), ("4GiB", 4 * GIB), ("40GiB", 10 * GIB), (0.5, 5 * GIB)])
 def test_capacity_is_never_more_than_device_has(device: Device, memory: float | str | None, capacity: int) -> None:
-    assert Budget.parse(memory).capacity_bytes(device) == capacity
+    assert Budget.parse(memory_budget=memory).capacity_bytes(device) == capacity
 
 
 def quantities(budget: Budget, device: Device, **options: float | int | bool) -> list[str]:
@@ -54,7 +54,7 @@ def quantities(budget: Budget, device: Device, **options: float | int | bool) ->
 
 
 def test_each_budget_limits_what_it_is_about(device: Device) -> None:
-    budget = Budget.parse(step_time="1s", epoch_time="1h", latency="5ms", energy="2J")
+    budget = Budget.parse(step_time_budget="1s", epoch_time_budget="1h", latency_budget="5ms", energy_budget="2J")
     assert quantities(budget, device, steps_per_epoch=100) == ["memory", "step_time", "epoch_time"]
     assert quantities(budget, device) == ["memory", "step_time"]  # an epoch of unknown length
     assert quantities(budget, device, infers=True, steps_per_epoch=100) == ["memory", "step_time", "latency", "energy"]
@@ -64,7 +64,7 @@ def test_each_budget_limits_what_it_is_about(device: Device) -> None:
 
 def test_cost_is_time_at_a_price(device: Device) -> None:
     """500 s at $7.20 an hour are a dollar, as unsure as the time is; without a number of steps there is no cost."""
-    budget = Budget.parse(cost="$0.90", price_per_hour=7.2)
+    budget = Budget.parse(cost_budget="$0.90", price_per_hour=7.2)
     (limit,) = (limit for limit in budget.limits(PREDICTION, device) if limit.quantity == "cost")
     assert limit.estimate.median == pytest.approx(1.0)
     assert limit.estimate.log_sigma == PREDICTION.total_time.log_sigma  # type: ignore[union-attr]
@@ -74,9 +74,9 @@ def test_cost_is_time_at_a_price(device: Device) -> None:
 
 
 def test_cost_budget_pays_for_a_time() -> None:
-    paid = Budget.parse(cost=1, price_per_hour=2)
+    paid = Budget.parse(cost_budget=1, price_per_hour=2)
     assert paid.longest_trial_s == 1800.0
-    assert Budget.parse(time="1min", cost=1, price_per_hour=2).longest_trial_s == 60.0
+    assert Budget.parse(time_budget="1min", cost_budget=1, price_per_hour=2).longest_trial_s == 60.0
     assert Budget().longest_trial_s is None
 
 
@@ -84,7 +84,7 @@ def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
     (left,) = (limit for limit in Budget().limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time")
     assert left.limit == 60.0
     (shorter,) = (
-        limit for limit in Budget.parse(time=30).limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time"
+        limit for limit in Budget.parse(time_budget=30).limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time"
     )
     assert shorter.limit == 30.0
 
@@ -92,9 +92,12 @@ def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        ({"step_time": "2s", "time": "1s"}, r"step_time_budget \(2\.00 s\) is more than time_budget \(1\.00 s\)"),
-        ({"step_time": "2min", "epoch_time": "1min", "time": "1h"}, "step_time_budget .* is more than epoch_time_budget"),
-        ({"epoch_time": "2h", "time": "1h"}, r"epoch_time_budget .* Leave epoch_time_budget out, or lower it\."),
+        ({"step_time_budget": "2s", "time_budget": "1s"}, r"step_time_budget \(2\.00 s\) is more than time_budget \(1\.00 s\)"),
+        (
+            {"step_time_budget": "2min", "epoch_time_budget": "1min", "time_budget": "1h"},
+            "step_time_budget .* is more than epoch_time_budget",
+        ),
+        ({"epoch_time_budget": "2h", "time_budget": "1h"}, r"epoch_time_budget .* Leave epoch_time_budget out, or lower it\."),
     ],
 )
 def test_budget_refuses_contradicting_times(times: dict[str, str], message: str) -> None:
@@ -106,6 +109,6 @@ def test_budget_refuses_contradicting_times(times: dict[str, str], message: str)
 def test_budget_of_nominal_size_means_all_of_card(gpu: str, nominal: str) -> None:
     """A card of 40 GiB has 39.4 for programs; who writes "40GiB" means the card."""
     device = resolve_device(gpu)
-    budget = Budget.parse(memory=nominal)
+    budget = Budget.parse(memory_budget=nominal)
     budget.check_device(device)
     assert budget.capacity_bytes(device) == device.memory_bytes
