@@ -196,9 +196,6 @@ class Ledger:
 
     def found(self, config: Mapping[str, Any], seen: CapturedTrial | Exception | None = None) -> AnyWorkload | Exception:
         """Return what the trial of ``config`` would run, unless it was ``seen``; or why that is not known."""
-        hidden = why_hidden(config)
-        if hidden:
-            return ConfigurationError(hidden)
         found = seen or self.guard.describe(self.build, config)
         if isinstance(found, Exception):
             return found
@@ -230,22 +227,21 @@ class Ledger:
         """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
         entry = self.entries.get(trial_id)
         change = self.changes.pop(trial_id, None)
-        hidden = "" if entry is None else why_hidden(entry.config)
         if change is not None and _equal(change.config, config):
             self.finish(trial_id, "ok", note=CUT_SHORT)
             entry = self.entries[trial_id] = change
         elif entry is not None and not _equal(entry.config, config):
-            if hidden:  # Tune has filled the value in since, so the trial gets a verdict with numbers instead
+            if entry.started_at is None:  # Tune has filled in a value that the search could not see
                 self.superseded.add(entry.decision.id)
             self.finish(trial_id, "ok", note=CUT_SHORT)
             entry = None
         if entry is None:
-            entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial, hidden)
+            entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial)
         entry.restart(from_checkpoint=from_checkpoint)
         if entry.wanted is not None:
             send(trial_id, "wanted", (self.guard.device, entry.wanted))
 
-    def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None, hidden: str) -> Entry:
+    def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None) -> Entry:
         if not self.search.num_launched and not self.search.num_rejected:
             self._unguarded(
                 "search",
@@ -254,12 +250,12 @@ class Ledger:
             )
         entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
         if entry.rejected:
-            why = hidden or (
-                "Its configuration comes from a scheduler or a search that does not call the guard. "
-                "Use PerfGuardPopulationBasedTraining instead."
+            self._unguarded(
+                "late",
+                f"A trial runs that PerfGuard would have rejected: it {entry.decision.verdict.reason}. The search has not seen "
+                "its values. Use a domain such as tune.choice in the place of tune.sample_from and of objects, and "
+                "PerfGuardPopulationBasedTraining for population based training.",
             )
-            reason = entry.decision.verdict.reason
-            self._unguarded("late", f"A trial runs that PerfGuard would have rejected: it {reason}. {why}")
         return entry
 
     def try_again(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, note: str = "") -> Repair | None:
@@ -408,28 +404,6 @@ def number_of(trial: Trial) -> int | None:
     """Tune's number of the trial, with which the name of its folder goes on after its id."""
     number = str(getattr(trial, "experiment_tag", "")).partition("_")[0]
     return int(number) if number.isdecimal() else None
-
-
-def why_hidden(config: Mapping[str, Any]) -> str:
-    """Return why a search cannot see a value of ``config``. Empty: it sees all of them.
-
-    Tune replaces objects and functions by placeholders, and fills them in when it has made the trial (Ray 2.3 to 2.60,
-    tune/impl/placeholder.py).
-    """
-    for name, value in flatten_dict(dict(config)).items():
-        token = value[0] if isinstance(value, tuple) and value else None
-        if token == "__fn_ph":
-            return (
-                f"config[{name!r}] comes from tune.sample_from, which Ray Tune calls only after the search has proposed the "
-                "trial, so PerfGuard cannot judge it before it is launched. Use tune.choice or another domain in param_space, or "
-                "compute the value in build and in the training function."
-            )
-        if token in ("__ref_ph", "__id_ph"):
-            return (
-                f"config[{name!r}] is an object, which Ray Tune does not show to searchers. Use a number or a text in "
-                "param_space, for instance the object's name, and look the object up in build and in the training function."
-            )
-    return ""
 
 
 def _entry(decision: Decision, config: Mapping[str, Any]) -> Entry:

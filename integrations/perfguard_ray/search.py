@@ -20,13 +20,12 @@ from ray.tune.search.variant_generator import assign_value, format_vars, generat
 from ray.tune.utils import merge_dicts
 from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 
-from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import AnyBuild
 from perfguard_ray.ledger import REPAIR_KEY, Ledger, ledger_of, make_ledger, number_of
 
 if TYPE_CHECKING:
-    from ray.tune.execution.tune_controller import TuneController
     from typing_extensions import Unpack
 
     from perfguard.devices import Device
@@ -413,17 +412,6 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
     def __init__(self, search: Any, **settings: Any) -> None:
         super().__init__(**settings)
         self.ledger = ledger_of(search, who="PerfGuardPopulationBasedTraining")
-
-    def on_trial_add(self, tune_controller: TuneController, trial: Trial) -> None:
-        missing = sorted(set(self._hyperparam_mutations) - set(trial.config))
-        if missing:
-            self.ledger.warn_once(
-                "mutations",
-                UnguardedTrialWarning,
-                f"{', '.join(missing)} of hyperparam_mutations is missing in param_space, so its first value is chosen after the "
-                f"guard has judged the trial. Put it in param_space too, for instance as tune.choice([...]).",
-            )
-        super().on_trial_add(tune_controller, trial)
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
         """Overrides what Tune's PB2 overrides, too (Ray 2.3 to 2.60)."""

@@ -616,18 +616,6 @@ def test_guarded_pbt_runs_only_changes_that_fit(tmp_path: Path) -> None:
     assert all(row.not_measured for row in ran), "they have ended, on another device"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
-def test_pbt_mutation_outside_the_space_is_pointed_out(tmp_path: Path) -> None:
-    search = guarded_batches()
-    scheduler = population(search, [64, 128], metric="loss", mode="min")
-    trial = Trial("train", config={"batch_size": 128}, stub=True)
-    controller: Any = SimpleNamespace(search_alg=search)
-    with pytest.warns(UnguardedTrialWarning, match="lr of hyperparam_mutations is missing in param_space"):
-        scheduler.on_trial_add(controller, trial)
-    assert trial.config["lr"] in (0.1, 0.01)
-
-
 def train_with_ray_train(config: dict[str, Any]) -> None:
     """Tune drives, Ray Train trains."""
     from ray.train import RunConfig, ScalingConfig, report

@@ -194,15 +194,6 @@ def test_vain_search_waits_for_the_running_trial() -> None:
     assert search.suggest("b") == {"width": 16}
 
 
-def test_object_in_the_space_is_named_as_unjudgeable() -> None:
-    class Placeholders(ListSearcher):
-        def suggest(self, trial_id: str) -> Any:
-            return super().suggest(trial_id) | {"optimizer": ("__ref_ph", "12ab")}
-
-    with pytest.warns(UnguardedTrialWarning, match=r"config\['optimizer'\] is an object, which Ray Tune does not show"):
-        guarded(Placeholders([SMALL])).suggest("a")
-
-
 REPAIRS: dict[str, Any] = {"build": build_batch, "memory_budget": "160KiB", "on_violation": "repair"}
 
 
@@ -307,16 +298,15 @@ def test_trial_that_runs_out_of_memory_starts_again_with_a_repair(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_sample_from_is_named_as_the_cause(tmp_path: Path) -> None:
-    """The text blamed an object, and then a scheduler. The trial is launched: Tune calls the function after the search."""
+def test_a_value_that_the_search_cannot_see_is_judged_when_it_is_there(tmp_path: Path) -> None:
+    """Tune calls the function of sample_from after the search has proposed the trial, which is launched in any case."""
     search = guarded_generator()
     space = {"layers": 2, "width": tune.sample_from(lambda config: LARGE * config["layers"])}
-    cause = r"config\['width'\] comes from tune.sample_from, which Ray Tune calls only after the search has proposed the trial"
     with pytest.warns(UnguardedTrialWarning) as caught:
         make_tuner(search, tmp_path, space, 1).fit()
     first, second = (str(one.message) for one in caught if one.category is UnguardedTrialWarning)
-    assert re.search(rf"could not judge a trial and launches it unguarded.*{cause}", first)
-    assert re.search(rf"would have rejected: it needs .* the budget is 1.00 MiB.*{cause}", second)
+    assert "could not judge a trial and launches it unguarded" in first
+    assert re.search(r"would have rejected: it needs .* the budget is 1.00 MiB.* tune.sample_from", second)
     summary = perfguard_ray.summarize(search)
     assert (summary.num_launched, summary.num_pruned, summary.num_unguarded) == (1, 0, 1), "the trial counts once"
 
