@@ -17,11 +17,10 @@ from perfguard_ray.callback import PerfGuardCallback, measure, measured, summari
 from perfguard_ray.capture import guarded
 from perfguard_ray.ledger import repair_of
 from perfguard_ray.resources import resources
-from perfguard_ray.search import PerfGuardPopulationBasedTraining, PerfGuardSearcher, PerfGuardVariantGenerator
+from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
 
 __all__ = [
     "PerfGuardCallback",
-    "PerfGuardPopulationBasedTraining",
     "PerfGuardSearcher",
     "PerfGuardVariantGenerator",
     "guarded",

@@ -132,8 +132,7 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
     Example:
         >>> tune.Tuner(perfguard_ray.guarded(train, gpu="a100"), param_space=space).fit()           # doctest: +SKIP
 
-    Whatever takes the search of a run takes the guarded function too: :func:`summarize`, :func:`resources` and
-    :class:`PerfGuardPopulationBasedTraining`.
+    :func:`summarize` and :func:`resources` take the guarded function in the place of a search.
 
     Args:
         trainable: the training function, or the Trainable class. ``tune.with_parameters`` belongs inside.

@@ -117,9 +117,6 @@ class Ledger:
         self.search = Search()
         self.begun_at = time.time()
         self.entries: dict[str, Entry] = {}
-        self.changes: dict[str, Entry] = {}
-        """Configurations of trials from their next start on. A scheduler has changed them, and the guard has accepted the
-        change."""
         self.num_repeated = 0
         """Proposals that were rejected from memory."""
         self.superseded: set[str] = set()
@@ -226,11 +223,7 @@ class Ledger:
     def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
         """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
         entry = self.entries.get(trial_id)
-        change = self.changes.pop(trial_id, None)
-        if change is not None and _equal(change.config, config):
-            self.finish(trial_id, "ok", note=CUT_SHORT)
-            entry = self.entries[trial_id] = change
-        elif entry is not None and not _equal(entry.config, config):
+        if entry is not None and not _equal(entry.config, config):
             if entry.started_at is None:  # Tune has filled in a value that the search could not see
                 self.superseded.add(entry.decision.id)
             self.finish(trial_id, "ok", note=CUT_SHORT)
@@ -253,8 +246,7 @@ class Ledger:
             self._unguarded(
                 "late",
                 f"A trial runs that PerfGuard would have rejected: it {entry.decision.verdict.reason}. The search has not seen "
-                "its values. Use a domain such as tune.choice in the place of tune.sample_from and of objects, and "
-                "PerfGuardPopulationBasedTraining for population based training.",
+                "its values: they come from a scheduler, from tune.sample_from, or are objects. Use tune.choice.",
             )
         return entry
 

@@ -1,4 +1,4 @@
-"""The guarded searches of Ray Tune: any searcher, random and grid search, and population based training.
+"""The guarded searches of Ray Tune: any searcher, and random and grid search.
 
 All of them ask one :class:`perfguard_ray.ledger.Ledger`, which judges, logs and remembers.
 """
@@ -12,7 +12,6 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
 from ray.tune.search.util import _set_search_properties_backwards_compatible
@@ -23,7 +22,7 @@ from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import AnyBuild
-from perfguard_ray.ledger import REPAIR_KEY, Ledger, ledger_of, make_ledger, number_of
+from perfguard_ray.ledger import REPAIR_KEY, Ledger, make_ledger, number_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -382,47 +381,6 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         state = _load_newest_checkpoint(dirpath, self.CKPT_FILE_TMPL.format("*"))
         if state is not None:
             self.set_state(state)
-
-
-class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
-    """Tune's population based training, with a guard on the configurations that it changes.
-
-    Example:
-        >>> search = PerfGuardVariantGenerator(gpu="a100", build=build, memory_budget="38GiB")      # doctest: +SKIP
-        >>> PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128]})  # doctest: +SKIP
-
-    A trial that takes over the state of another trial also gets its configuration, with changes that no search sees. Here a
-    change that does not fit is logged, and the same configuration is changed again. If a hundred changes in a row do not fit, the
-    trial continues with the unchanged configuration, which runs already. Your ``custom_explore_fn`` is still called.
-
-    A trial keeps the resources that it had at its start. If a hyperparameter that changes the memory is mutated, give each trial
-    a whole device instead of :func:`perfguard_ray.resources`. PB2 is not guarded, and its changes are only logged.
-
-    Args:
-        search: the PerfGuardVariantGenerator of the run. Tune allows no searcher with population based training.
-        settings: the arguments of :class:`ray.tune.schedulers.PopulationBasedTraining`.
-
-    Raises:
-        ConfigurationError: for a ``search`` without a guard.
-    """
-
-    _MOST_CHANGES = 100
-    """In a row that do not fit."""
-
-    def __init__(self, search: Any, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.ledger = ledger_of(search, who="PerfGuardPopulationBasedTraining")
-
-    def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Overrides what Tune's PB2 overrides, too (Ray 2.3 to 2.60)."""
-        for _ in range(self._MOST_CHANGES):
-            config, operations = super()._get_new_config(trial, trial_to_clone)
-            config.pop(REPAIR_KEY, None)  # that of the other configuration
-            entry = self.ledger.judge(config, trial=number_of(trial), trial_id=trial.trial_id)
-            if not entry.rejected:
-                self.ledger.changes[trial.trial_id] = entry
-                return dict(entry.config), operations
-        return copy.deepcopy(trial_to_clone.config), {}
 
 
 def _check_at_least_one(name: str, value: int) -> None:

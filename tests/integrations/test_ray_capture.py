@@ -30,7 +30,7 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
 )
-from perfguard_ray import PerfGuardPopulationBasedTraining, PerfGuardSearcher
+from perfguard_ray import PerfGuardSearcher
 from perfguard_ray.capture import TrainableBuild
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -329,4 +329,3 @@ def test_a_guarded_search_for_a_guarded_function_is_refused(tmp_path: Path) -> N
     search = PerfGuardSearcher(OptunaSearch(), build=lambda config: None, **OPTIONS)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigurationError, match="Both"):
         fit(guarded, tmp_path, {}, search_alg=search)
-    assert PerfGuardPopulationBasedTraining(guarded, hyperparam_mutations={"width": [SMALL]}).ledger.guard.device is BARE_A100
