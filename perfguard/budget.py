@@ -197,16 +197,13 @@ class Budget:
         """The limited quantities."""
         return tuple(quantity for quantity in NOUNS if quantity == "memory" or quantity in self.most)
 
-    def cannot_bind(
-        self, workload: AnyWorkload, *, knows_time: bool, knows_energy: bool = True, ends: bool = False
-    ) -> dict[str, str]:
+    def cannot_bind(self, workload: AnyWorkload, *, knows_time: bool, knows_energy: bool = True) -> dict[str, str]:
         """Return the budgets that cannot be checked for ``workload``: for each name a sentence on what is missing.
 
         Args:
             workload: what the trial runs.
             knows_time: whether the time of the trial is predicted.
             knows_energy: whether the energy of inference is predicted.
-            ends: whether the study itself has an end that the trial must not outlast.
         """
         infers = workload.mode == "infer"
         unseen = getattr(workload, "unseen", None)  # of a captured trial
@@ -233,10 +230,7 @@ class Budget:
                 "needs a predictor that knows energy. This one must first learn it from runs with measured energy on this "
                 "device. Leave energy_budget out, or give another predictor."
             )
-        found = {f"{name}_budget": f"{name}_budget {missing[name]}" for name in NOUNS if name in missing and name in self.most}
-        if ends and "time" in missing and "time" not in self.most:
-            found["within_timeout"] = f"within_timeout {missing['time']}"
-        return found
+        return {f"{name}_budget": f"{name}_budget {missing[name]}" for name in NOUNS if name in missing and name in self.most}
 
     def limits(
         self,
@@ -245,7 +239,6 @@ class Budget:
         *,
         infers: bool = False,
         steps_per_epoch: int | None = None,
-        time_left_s: float | None = None,
         host_memory: HostMemory | None = None,
     ) -> Iterator[Limit]:
         """Each limit with the prediction for it. A quantity without a prediction has no limit.
@@ -255,7 +248,6 @@ class Budget:
             device: what it runs on.
             infers: whether it is inference. Latency and energy limit inference, and an epoch's time limits training.
             steps_per_epoch: steps of one epoch. None: unknown, so an epoch has no limit.
-            time_left_s: seconds left of the study's time. This is a second limit on the trial's time.
             host_memory: what the host holds beside the device. None: unknown, so it has no limit.
         """
         step_time, trains_epochs = prediction.step_time, steps_per_epoch is not None and not infers
@@ -270,8 +262,6 @@ class Budget:
             "cost": None if self.price_per_hour is None else prediction.cost(self.price_per_hour),
         }
         most = {**self.most, "memory": self.capacity_bytes(device)}
-        if time_left_s is not None:
-            most["time"] = max(min(most.get("time", math.inf), time_left_s), 1e-9)
         for quantity, estimate in estimates.items():
             if quantity in most and estimate is not None:
                 yield Limit(quantity, most[quantity], estimate)

@@ -364,11 +364,10 @@ class Guard:
         graph: OpGraph | None = None,
         *,
         threshold: float | None = None,
-        time_left_s: float | None = None,
     ) -> Verdict:
         """The verdict on ``workload`` as it is proposed. ``threshold`` of None: what the risk budget has left."""
         steps, per_epoch = workload.steps and Steps(workload.steps), workload.steps_per_epoch
-        is_limited = self.budget.longest_trial_s is not None or time_left_s is not None
+        is_limited = self.budget.longest_trial_s is not None
         if is_limited and not steps:
             steps = steps_of_finished(self._assessment.observations, study=self._study, steps_per_epoch=per_epoch)
         with gc_paused():  # a trace makes many small objects, and collecting them between takes longer than the trace
@@ -379,7 +378,7 @@ class Guard:
                 subject = LeastMemory.behind(error, self.device)
             verdict = self.judge(
                 subject,
-                self._limits_of(workload, time_left_s),
+                self._limits_of(workload),
                 threshold=self.threshold if threshold is None else threshold,
                 steps=steps and steps.number,
                 steps_log_sigma=steps.log_sigma if steps else 0.0,
@@ -401,14 +400,13 @@ class Guard:
             )
         return verdict
 
-    def _limits_of(self, workload: AnyWorkload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
+    def _limits_of(self, workload: AnyWorkload | None) -> Callable[[Prediction], Iterable[Limit]]:
         """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
         return partial(
             self.budget.limits,
             device=self.device,
             infers=workload is not None and workload.mode == "infer",
             steps_per_epoch=None if workload is None else workload.steps_per_epoch,
-            time_left_s=time_left_s,
             host_memory=workload.host_memory if isinstance(workload, CapturedTrial) else None,
         )
 
@@ -441,7 +439,7 @@ class Guard:
         warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
         return replace(verdict, action="launch")
 
-    def _unchecked(self, workload: AnyWorkload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
+    def _unchecked(self, workload: AnyWorkload, verdict: Verdict) -> Mapping[str, str]:
         """The budgets that cannot be checked for ``workload``: the reason for each, by the budget's name.
 
         Raises:
@@ -449,7 +447,7 @@ class Guard:
         """
         knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
         knows_time = "time" in verdict.predicted
-        unchecked = self.budget.cannot_bind(workload, knows_time=knows_time, knows_energy=knows_energy, ends=ends)
+        unchecked = self.budget.cannot_bind(workload, knows_time=knows_time, knows_energy=knows_energy)
         if self.strict and unchecked:
             raise ConfigurationError(" ".join(unchecked.values()))
         return unchecked
@@ -467,7 +465,6 @@ class Guard:
         study: str = "",
         trial: int | None = None,
         params: Mapping[str, Any] | None = None,
-        time_left_s: float | None = None,
         trial_id: str | None = None,
         threshold: float | None = None,
         ran_out: Decision | None = None,
@@ -481,7 +478,6 @@ class Guard:
             study: name of the study, for the log.
             trial: number of the trial in the study. It is for the log alone.
             params: the trial's hyperparameters, for the log.
-            time_left_s: seconds left of the study's time. A trial that would take longer is not launched.
             trial_id: the tuner's own name of the trial, for the log. None: it has only a number.
             threshold: the chance of breaking a limit to accept. None: what the risk budget has left, :attr:`threshold`.
             ran_out: the decision on the trial's first try, which ran out of memory all the same. The verdict is then "repair", or
@@ -496,7 +492,7 @@ class Guard:
         try:
             if isinstance(workload, TooLargeError):  # a tensor that it makes is larger than any memory
                 least, accepted = LeastMemory.behind(workload, self.device), self.threshold if threshold is None else threshold
-                verdict = self.judge(least, self._limits_of(None, time_left_s), threshold=accepted)
+                verdict = self.judge(least, self._limits_of(None), threshold=accepted)
                 if self.on_violation == "warn":
                     verdict = self._overrule(verdict)
             elif isinstance(workload, Exception):
@@ -510,8 +506,8 @@ class Guard:
                 if not isinstance(workload, Exception):
                     if study != self._study:  # another study's far readings are believed under other conditions
                         self._learn_from_log(study)
-                    verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
-                    unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
+                    verdict = self._judge(workload, graph, threshold=threshold)
+                    unchecked = self._unchecked(workload, verdict)
                     verdict, workload = self._settle(verdict, workload, ran_out)
                 if verdict.action != "prune":
                     self.num_launched += 1
@@ -552,16 +548,14 @@ class Guard:
             )
         return Decision(decision_id, verdict, steps, study)
 
-    def breaks_time_budget(self, decision: Decision, run: Running, *, time_left_s: float | None = None) -> str | None:
+    def breaks_time_budget(self, decision: Decision, run: Running) -> str | None:
         """Return why ``run`` will almost surely exceed its time or cost budget at the pace measured so far. None: it may hold it.
 
         The result is also None for a run on another device than the guarded one.
         """
-        ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
-        limits_s = [limit for limit in (self.budget.longest_trial_s, ends_s) if limit is not None]
-        if not limits_s:
+        limit_s = self.budget.longest_trial_s
+        if limit_s is None:
             return None
-        limit_s = min(limits_s)
         is_over, total = run.elapsed_s > limit_s, None
         if not is_over and decision.steps is not None and (pace := run.pace) is not None:
             total = pace.total_time(elapsed_s=run.elapsed_s, steps_left=max(0, decision.steps - run.num_steps))

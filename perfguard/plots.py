@@ -146,15 +146,12 @@ def _comparable(record: TrialRecord, quantity: Quantity) -> float | None:
 
 
 def _draw_limits(figure: go.Figure, limits: Sequence[float], unit: str) -> None:
-    """The budgets: a line each; a band where there are many, as where the remaining time of the study is the budget."""
+    """The budgets, a line each. A log of several studies may have several."""
     if not limits:
         return
     ends = " to ".join(dict.fromkeys((_tick_text(limits[0]), _tick_text(limits[-1]))))
     red = OUTCOMES["over"].color
     figure.add_scatter(x=[None], y=[None], mode="lines", line={"color": red, "dash": "dash"}, name=f"budget, {ends} {unit}")
-    if len(limits) > 3:
-        figure.add_hrect(y0=limits[0], y1=limits[-1], fillcolor=red, opacity=0.08, line_width=0, layer="below")
-        return
     for limit in limits:
         figure.add_hline(y=limit, line={"color": red, "dash": "dash", "width": 2})
         figure.add_vline(x=limit, line={"color": red, "dash": "dot", "width": 1.5})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     class OptunaSettings(GuardSettings, total=False):
         """The other keyword arguments of :class:`OptunaGuard`."""
 
-        within_timeout: bool
         on_oom: OnOom
         hard_time_limit: int | float | str | None
 
@@ -91,8 +89,6 @@ class OptunaGuard:
         gpu: as for :class:`perfguard.Guard`.
         build: ``build(params) -> Workload``, a function of the hyperparameters. None: only trials whose objective calls
             :meth:`trial` with a model or a workload are judged.
-        within_timeout: whether the study's timeout is a limit. If so, a GuardedStudy prunes a trial that would outlast
-            ``optimize(timeout=...)``.
         on_oom: the action on a trial that runs out of memory all the same. With "repair", it runs once more with a repair. That
             needs ``build``, and an objective that calls :func:`repair_of`.
         hard_time_limit: seconds after which a running trial is ended and pruned, or a text such as "2h". None: no limit.
@@ -108,7 +104,6 @@ class OptunaGuard:
         gpu: str | Device = "auto",
         *,
         build: AnyBuild | None = None,
-        within_timeout: bool = False,
         on_oom: OnOom = "prune",
         hard_time_limit: int | float | str | None = None,
         **settings: Unpack[GuardSettings],
@@ -121,14 +116,11 @@ class OptunaGuard:
         """The guard of the core: device, budget, risk, predictor, log."""
         self.device, self.log = self.guard.device, self.guard.log
         self.build = build
-        self.within_timeout = within_timeout
         self.on_oom = on_oom
         self.hard_time_limit_s = None if hard_time_limit is None else parse_seconds(hard_time_limit, what="hard_time_limit")
         self.ends_or_repeats = on_oom == "repair" or hard_time_limit is not None
         self.calls_objective = False
         """Whether a GuardedObjective calls the objective. Only that can end a trial from outside, or run it once more."""
-        self.deadline: float | None = None
-        """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
         self._trials: dict[tuple[str, int, datetime.datetime | None], KnownTrial] = {}
         self._running: dict[int, KnownTrial] = {}
         """The trial that each thread runs."""
@@ -221,10 +213,10 @@ class OptunaGuard:
     def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
         """Remember that ``params`` do not fit, or forget it where they do now.
 
-        A verdict that depends on a missing parameter or on the time left is not remembered, because it may be another next time.
+        A verdict that depends on a missing parameter is not remembered, because it may be another next time.
         """
         used = params.used
-        if used and not params.missing and not self.within_timeout:
+        if used and not params.missing:
             self.search_of(study).remember(_rejection_key(tuple(sorted(used)), used), verdict)
 
     def recall(
@@ -265,22 +257,7 @@ class OptunaGuard:
         completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if completed:
             return [key.removeprefix(PREFIX) for key in completed[0].constraints if key.startswith(PREFIX)]
-        quantities = self.guard.budget.quantities
-        return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
-
-    def _time_left_s(self) -> float | None:
-        """Return the remaining time of the study; None: it has no time limit."""
-        if not self.within_timeout:
-            return None
-        if self.deadline is None:
-            self.guard.warn_once(
-                UnguardedTrialWarning,
-                "within_timeout=True has no effect, because the study has no timeout. Give optimize(timeout=...) of a study from "
-                "perfguard_optuna.create_study, or leave it out.",
-                about="within_timeout",
-            )
-            return None
-        return max(0.0, self.deadline - time.monotonic())
+        return self.guard.budget.quantities
 
     def _start_run(self, on_step: Callable[[Any], object] | None = None) -> Run:
         run = Run(self.device, on_step=on_step)
@@ -302,7 +279,7 @@ class OptunaGuard:
         self.guard.warn_once(MeasurementWarning, message)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_trials": {}, "_running": {}, "deadline": None}
+        return self.__dict__ | {"_trials": {}, "_running": {}}
 
 
 @dataclass(slots=True)
@@ -462,7 +439,6 @@ class KnownTrial:
                 study=self.study.study_name,
                 trial=self.trial.number,
                 params=params.given,
-                time_left_s=self.owner._time_left_s(),
                 threshold=self.owner.search_of(self.study).threshold(self.guard),
             )
         except UnguardedTrialError as error:
@@ -558,7 +534,7 @@ class KnownTrial:
         """Return why the trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
         if self.run is None or self.decision is None or self.guard.on_violation == "warn":
             return None
-        reason = self.guard.breaks_time_budget(self.decision, self.run, time_left_s=self.owner._time_left_s())
+        reason = self.guard.breaks_time_budget(self.decision, self.run)
         if reason is not None:
             self._write({"stopped": reason}, self._margins_over("time"))
         return reason

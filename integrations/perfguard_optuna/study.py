@@ -82,7 +82,7 @@ class GuardedStudy(optuna.Study):
             return
         guard, sampler = self.pruner.guard, self.sampler
         objective = GuardedObjective(func, guard)
-        ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
+        ends_at = None if timeout is None else time.monotonic() + timeout
         search = guard.search_of(self)
         search.begin()
         objective.begin(self)
@@ -99,7 +99,6 @@ class GuardedStudy(optuna.Study):
                 search.warn_that_nothing_fits()  # the sampler has come to the end of its space
         finally:
             objective.end()
-            guard.deadline = None
             self.sampler = sampler
 
 

@@ -136,14 +136,6 @@ def test_should_prune_looks_at_the_pace_too() -> None:
     assert study.trials[0].last_step == 2
 
 
-@pytest.mark.parametrize(("timeout", "state"), [(0.1, PRUNED), (3600, COMPLETE)])
-def test_within_timeout_prunes_trial_too_long_for_it(timeout: float, state: Any) -> None:
-    """400 ms are predicted; a study of 100 ms has no time for it, a study of an hour has."""
-    study, pruner = study_of(SMALL), make_pruner(build=build, within_timeout=True)
-    study.optimize(only_suggest, n_trials=1, timeout=timeout, pruner=pruner, count="proposed")
-    assert states(study) == [state]
-
-
 def build_wide_batch(params: Mapping[str, Any]) -> Workload:
     """Mostly activations, which smaller batches mend."""
     return Workload(nn.Linear(64, params["width"]), inputs=(512, 64), loss=torch.mean)

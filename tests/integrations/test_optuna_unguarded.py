@@ -103,12 +103,6 @@ def test_slip_in_a_default_is_warned_of() -> None:
     assert len(unguarded(caught)) == 1
 
 
-def test_within_timeout_needs_a_timeout() -> None:
-    with pytest.warns(UnguardedTrialWarning, match="within_timeout=True has no effect") as caught:
-        create_study().optimize(never_asks, n_trials=2, pruner=make_pruner(within_timeout=True))
-    assert len(unguarded(caught)) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "fields", "words"),
     [

@@ -80,15 +80,6 @@ def test_cost_budget_pays_for_a_time() -> None:
     assert Budget().longest_trial_s is None
 
 
-def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
-    (left,) = (limit for limit in Budget().limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time")
-    assert left.limit == 60.0
-    (shorter,) = (
-        limit for limit in Budget.parse(time_budget=30).limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time"
-    )
-    assert shorter.limit == 30.0
-
-
 @pytest.mark.parametrize(
     ("times", "message"),
     [
