@@ -8,15 +8,19 @@ The way of a trial through this file: :meth:`Guard.describe` builds the workload
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import cloudpickle  # type: ignore[import-untyped]
 
 from perfguard.budget import Budget, BudgetSettings
 from perfguard.exceptions import (
@@ -233,6 +237,24 @@ class Guard:
         if isinstance(workload, CapturedTrial):
             return self._real_steps.get(workload.graph.content_hash, workload.graph)
         return self._traces.trace(workload, target=self.device)
+
+    def key_of(self, found: AnyWorkload | Exception, params: Mapping[str, Any]) -> Hashable:
+        """Return all that the verdict on ``found`` depends on, as a key for :class:`perfguard.rejections.Search`.
+
+        Two configurations with the same workload, such as two learning rates, have the same key. What cannot be built or traced,
+        for instance because a tensor is too large, has its ``params`` as the key instead.
+        """
+        try:
+            if isinstance(found, Exception):
+                raise found
+            traced = self.trace(found).content_hash
+        except Exception:  # the verdict says why
+            return _key_of_params(params)
+        if isinstance(found, CapturedTrial):
+            traced += "".join(phase.content_hash for phase in found.phases.values())
+            if found.host_memory is not None and "host_memory" in self.budget.most:  # it differs a little from dry run to dry run
+                traced += f"{10 * math.log(found.host_memory.needed_bytes):.0f}"
+        return traced, found.mode, found.steps, found.steps_per_epoch
 
     def describe(self, build: AnyBuild, params: Mapping[str, Any]) -> AnyWorkload | Exception:
         """Return what a trial with ``params`` would run, or the error of ``build``. :meth:`decide` takes either."""
@@ -711,6 +733,15 @@ class Guard:
         self._lock = threading.RLock()
         self._traces = TraceCache()
         self._tuning = None
+
+
+def _key_of_params(params: Mapping[str, Any]) -> str:
+    """A text that is equal for equal hyperparameters, in any order of their names."""
+    try:
+        # Pickled where JSON does not know it: an array, whose repr leaves things out, or an object.
+        return json.dumps(dict(params), sort_keys=True, default=lambda value: cloudpickle.dumps(value).hex())
+    except Exception:  # an object in it cannot be pickled, so it equals no other
+        return uuid.uuid4().hex
 
 
 def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Workload:

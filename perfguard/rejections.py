@@ -52,7 +52,7 @@ class Search:
     num_ended: int = 0
     """Trials of the study that have ended, from which the guard may have learnt."""
     rejected: dict[Any, Rejection] = field(default_factory=dict)
-    """By a key that the plugin chooses: whatever decides what the trial runs."""
+    """By :meth:`perfguard.guard.Guard.key_of`."""
 
     def begin(self) -> None:
         """Begin to search again, with what is remembered."""

@@ -31,7 +31,7 @@ from perfguard.leftovers import free_memory
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.quantities import parse_seconds
 from perfguard.record import column, columns_of, measured_by, verdict_from
-from perfguard.rejections import Rejection, Search
+from perfguard.rejections import Search
 from perfguard.repair import Repair
 from perfguard.time_limit import TimeLimitReached
 from perfguard.verdict import Decision, Verdict
@@ -125,8 +125,6 @@ class OptunaGuard:
         self._running: dict[int, KnownTrial] = {}
         """The trial that each thread runs."""
         self._searches: dict[str, Search] = {}
-        self._remembers: AnyBuild | None = build
-        """The function whose rejections are remembered."""
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
         """See :meth:`perfguard.Guard.check`."""
@@ -209,35 +207,6 @@ class OptunaGuard:
     def search_of(self, study: optuna.Study) -> Search:
         """Return the state of the search in ``study``."""
         return self._searches.setdefault(study.study_name, Search())
-
-    def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
-        """Remember that ``params`` do not fit, or forget it where they do now.
-
-        A verdict that depends on a missing parameter is not remembered, because it may be another next time.
-        """
-        used = params.used
-        if used and not params.missing:
-            self.search_of(study).remember(_rejection_key(tuple(sorted(used)), used), verdict)
-
-    def recall(
-        self, study: optuna.Study, params: Mapping[str, Any], build: AnyBuild, *, drawn: Collection[str] | None = None
-    ) -> Rejection | None:
-        """Return the earlier rejection of ``params`` by ``build``, if judging them again would come to the same.
-
-        ``drawn`` holds names of which the rejection must depend on one. None: any rejection counts.
-        """
-        search = self.search_of(study)
-        if build != self._remembers:
-            for known in self._searches.values():
-                known.rejected.clear()
-            self._remembers = build
-        # Each set of names that `build` read of a trial makes keys of its own. Other threads add to them.
-        for names in {names for names, _ in list(search.rejected)}:
-            if params.keys() >= set(names) and (drawn is None or not set(names).isdisjoint(drawn)):
-                found = search.recall(_rejection_key(names, params), self.guard)
-                if found is not None:
-                    return found
-        return None
 
     def constraints_of(self, study: optuna.Study, margins: Mapping[Quantity, float]) -> dict[str, float]:
         """Return the constraints of a trial of ``study``: the distance from feasibility for each limit that has a name there."""
@@ -392,11 +361,6 @@ class KnownTrial:
         if build is None:
             return None
         params = WatchedParams(self.trial.params)
-        rejection = self.owner.recall(self.study, params.given, build)
-        if rejection is not None:
-            name, number = self.study.study_name, self.trial.number
-            decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
-            return self._keep(decision, params.given)
         found = self.guard.describe(build, params)
         if isinstance(found, Exception):
             if is_missing_parameter(found, params.given):
@@ -411,8 +375,14 @@ class KnownTrial:
             if params.missing and not final:
                 return None
             self._warn_of_slips(params)
+        search, key = self.owner.search_of(self.study), self.guard.key_of(found, params.used)
+        rejection = search.recall(key, self.guard)
+        if rejection is not None:
+            name, number = self.study.study_name, self.trial.number
+            decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
+            return self._keep(decision, params.used)
         decision = self.decide(params, found)
-        self.owner.remember(self.study, params, decision.verdict)
+        search.remember(key, decision.verdict)
         if isinstance(found, CapturedTrial) and decision.verdict.action != "prune":
             self.real_step = self.guard.watch(found)
         return decision
@@ -758,10 +728,3 @@ def trial_of(study: optuna.Study, study_name: str, number: int) -> FrozenTrial |
     """Return the trial with that number of the study with that name. None: ``study`` is another, or has no such trial."""
     trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
     return next((trial for trial in trials if trial.number == number), None)
-
-
-def _rejection_key(names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Key of a configuration. A category may be anything, a list among others, and 1 is not True."""
-    values = (params[name] for name in names)
-    written = ((type(value).__name__, value if isinstance(value, (int, float, str)) else repr(value)) for value in values)
-    return names, tuple(written)

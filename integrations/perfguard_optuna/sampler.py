@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,10 +160,10 @@ class PerfGuardSampler(BaseSampler):
             if verdict is None:
                 if self.judges and proposal.workload is not None:
                     decision = self.guard.known(study, trial).decide(proposal.params, proposal.workload)
-                    self.guard.remember(study, proposal.params, decision.verdict)
+                    search.remember(proposal.key, decision.verdict)
                 return proposal.drawn
             if proposal.rejection is None:
-                self.guard.remember(study, proposal.params, verdict)
+                search.remember(proposal.key, verdict)
             num_repeats = 0 if proposal.rejection is None or self._ticks_off else num_repeats + 1
             if num_repeats == 0:
                 self._reject(study, trial, proposal, verdict)
@@ -202,10 +202,7 @@ class PerfGuardSampler(BaseSampler):
     def _propose(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], *, at_random: bool
     ) -> _Proposal:
-        """One joint proposal of the inner sampler, or of a random one, with the parameters that ``build`` reads.
-
-        A point that was rejected before is not built again.
-        """
+        """One joint proposal of the inner sampler, or of a random one, with the parameters that ``build`` reads."""
         inner, view = self._random if at_random else self.inner, self._view(study, trial)
         inner_names = inner.infer_relative_search_space(view, trial).keys()
         drawn = inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
@@ -228,9 +225,6 @@ class PerfGuardSampler(BaseSampler):
         assert build is not None
         while True:
             params = WatchedParams(drawn | fixed)
-            rejection = self.guard.recall(study, params.given, build, drawn=drawn)
-            if rejection is not None:
-                return _Proposal(drawn, params, search_space, rejection=rejection.verdict)
             found, workload = self.guard.guard.describe(build, params), None
             if not isinstance(found, Exception):
                 workload, missing = found, params.missing
@@ -241,7 +235,9 @@ class PerfGuardSampler(BaseSampler):
             names = [name for name in search_space if name not in drawn and name not in fixed]
             needed = [name for name in names if name in missing]
             if not needed:
-                return _Proposal(drawn, params, search_space, workload, is_fixed=params.used.keys() <= fixed.keys())
+                key, is_fixed = self.guard.guard.key_of(found, params.used), params.used.keys() <= fixed.keys()
+                known = None if is_fixed else self.guard.search_of(study).recall(key, self.guard.guard)
+                return _Proposal(drawn, params, search_space, key, workload, is_fixed, None if known is None else known.verdict)
             # A brute-force search expects its parameters in the order in which the objective suggests them.
             for name in names[: names.index(needed[0]) + 1] if self._ticks_off and not at_random else needed[:1]:
                 draw(name)
@@ -285,12 +281,14 @@ class _Proposal:
     params: WatchedParams
     """Drawn and fixed parameters, as ``build`` read them."""
     space: Mapping[str, BaseDistribution]
+    key: Hashable
+    """By which a rejection of it is remembered."""
     workload: AnyWorkload | None = None
-    """None: ``build`` failed, reads a parameter that no trial has had, or need not be called."""
+    """None: ``build`` failed, or reads a parameter that no trial has had."""
     is_fixed: bool = False
     """Whether the user fixed all parameters that ``build`` read. Such a proposal is not changed."""
     rejection: Verdict | None = None
-    """Earlier verdict on the same point, which is then not built again."""
+    """Earlier verdict on the same workload, which is then not judged again."""
 
 
 class _StudyWithRejected(optuna.Study):

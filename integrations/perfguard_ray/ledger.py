@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import json
-import math
 import time
 import uuid
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from ray import cloudpickle
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
@@ -147,7 +143,7 @@ class Ledger:
         if runs_anyway:
             return _entry(decide(), config)
         # One that is proposed again is not known by what it has shown.
-        search, key = self.search, self._key_of(config, found) if seen is None else _hash_of(config)
+        search, key = self.search, self.guard.key_of(CaptureError() if seen else found, config)
         known = search.recall(key, self.guard)
         if known is not None:
             self.num_repeated += 1
@@ -200,25 +196,6 @@ class Ledger:
             return self.guard.with_steps(found, flatten_dict(dict(config)))
         except Exception as error:  # of epochs that are no number
             return error
-
-    def _key_of(self, config: Mapping[str, Any], found: AnyWorkload | Exception) -> Hashable:
-        """Key of a configuration in the memory of the search: everything that its verdict depends on.
-
-        Two configurations with the same workload, such as two learning rates, have the same key. A workload that cannot be built
-        or traced, for instance because a tensor is too large, has the hash of its configuration instead.
-        """
-        if isinstance(found, Exception):
-            return _hash_of(config)
-        try:
-            traced = self.guard.trace(found).content_hash
-        except Exception:  # the verdict says why
-            return _hash_of(config)
-        if isinstance(found, CapturedTrial):
-            traced += "".join(phase.content_hash for phase in found.phases.values())
-        host = getattr(found, "host_memory", None) if "host_memory" in self.guard.budget.most else None
-        if host is not None:  # which differs a little from dry run to dry run
-            traced += f"{10 * math.log(host.needed_bytes):.0f}"
-        return traced, found.mode, found.steps, found.steps_per_epoch
 
     def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
         """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
@@ -401,16 +378,6 @@ def number_of(trial: Trial) -> int | None:
 def _entry(decision: Decision, config: Mapping[str, Any]) -> Entry:
     repair = decision.verdict.repair
     return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
-
-
-def _hash_of(config: Mapping[str, Any]) -> str:
-    """A hash that is equal for equal configurations, in any order of their names."""
-    try:
-        # Pickled where JSON does not know it: an array, whose repr leaves things out, or an object.
-        text = json.dumps(config, sort_keys=True, default=lambda value: cloudpickle.dumps(value).hex())
-        return hashlib.sha256(text.encode()).hexdigest()
-    except Exception:  # an object in it cannot be pickled, so it equals no other
-        return uuid.uuid4().hex
 
 
 def _shown(config: Mapping[str, Any], *, at_most: int = 120) -> str:

@@ -151,7 +151,7 @@ def test_scattered_times_do_not_end_the_study(way: str) -> None:
 
 
 def test_parameters_know_who_looked_at_them() -> None:
-    """`params.pop("width")` went unseen: a trial that fits was pruned with what was remembered of one that does not."""
+    """`params.pop("width")` went unseen."""
     for look, used in (
         (lambda params: params.pop("a"), {"a"}),
         (lambda params: params.pop("a", 1), {"a"}),
@@ -228,15 +228,3 @@ def test_rejected_point_is_judged_again_once_a_trial_ran(learns: bool, asked: li
     study.optimize(of_width, n_trials=5, count="proposed", callbacks=[lambda *_: judged.append(predictor.num_asked)])
     assert judged == asked
     assert [trial.number for trial in study.get_trials(states=(TrialState.COMPLETE,))] == launched
-
-
-@pytest.mark.parametrize(("bad", "good"), [(1, True), (True, 1), (1.0, 1), (None, "None"), ("None", None), ([1], "[1]")])
-def test_points_differ_by_value_type(bad: Any, good: Any) -> None:
-    """1 == True, so a trial that fits was pruned with what was remembered of the other."""
-
-    pruner = make_pruner(build=build)
-    guard, study, params = pruner.guard, optuna.create_study(), WatchedParams({"kind": bad})
-    assert params["kind"] is bad
-    guard.remember(study, params, guard.check(build_of(2**17)))
-    assert guard.recall(study, {"kind": bad}, build) is not None
-    assert guard.recall(study, {"kind": good}, build) is None
