@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
+from perfguard.capture import Answer, Ask, DryRuns, SelfEnded, dry_runs
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.workload import CapturedTrial
@@ -59,19 +59,6 @@ def answering(params: dict[str, Any], **others: float) -> Callable[..., Answer]:
 
 def no_params(*question: Any) -> Answer:
     raise AssertionError(question)
-
-
-@pytest.fixture
-def dry() -> Iterator[Callable[..., DryRuns]]:
-    made: list[DryRuns] = []
-
-    def make(objective: Objective, **settings: Any) -> DryRuns:
-        made.append(DryRuns(objective, A100, **settings))
-        return made[-1]
-
-    yield make
-    for runs in made:
-        runs.close()
 
 
 class Bell:
@@ -476,17 +463,24 @@ def test_a_float_that_changes_the_number_of_steps_is_noticed(dry: Callable[..., 
     assert [runs.capture(answering({"share": share}, share=0.3)).steps for share in (0.5, 1.0)] == [10, 20]
 
 
-def test_trials_that_end_themselves_do_not_end_dry_runs(dry: Callable[..., DryRuns]) -> None:
-    def objective(ask: Ask) -> None:
-        if ask("width") % 4:
-            raise SelfEnded("no such width")
-        train()
+def end_itself(width: int) -> None:
+    if width % 4:
+        raise SelfEnded("no such width")
+    train()
 
-    runs = dry(objective)
-    for width in (1, 2, 3):
-        with pytest.raises(SelfEnded):
-            runs.capture(answering({"width": width}))
-    assert runs.capture(answering({"width": 4})).steps == 20
+
+@pytest.mark.parametrize(
+    ("run", "error", "widths"),
+    [(end_itself, SelfEnded, (1, 2, 3)), (lambda width: train(2**width), TooLargeError, (60, 61, 62, 59))],
+)
+def test_trials_that_end_themselves_or_are_too_large_do_not_end_dry_runs(
+    run: Callable[[int], object], error: type[Exception], widths: tuple[int, ...], dry: Callable[..., DryRuns]
+) -> None:
+    runs = dry(lambda ask: run(ask("width")))
+    for width in widths:
+        with pytest.raises(error):
+            runs.capture(answering({"width": width}), {"width": width})
+    assert runs.capture(answering({"width": 4}), {"width": 4}).steps == 20
 
 
 def test_a_rate_of_zero_is_another_step(dry: Callable[..., DryRuns]) -> None:
@@ -570,18 +564,6 @@ def test_an_objective_that_always_fails_is_tried_three_times(dry: Callable[..., 
     assert bell.heard() == b"..."
 
 
-def test_trials_that_are_too_large_do_not_end_the_dry_runs(dry: Callable[..., DryRuns]) -> None:
-    def objective(ask: Ask) -> None:
-        train(2 ** ask("width"))
-
-    runs = dry(objective)
-    for width in (60, 61, 62, 59):
-        params = {"width": width}
-        with pytest.raises(TooLargeError):
-            runs.capture(answering(params), params)
-    assert runs.capture(answering({"width": 3}), {"width": 3}).steps == 20
-
-
 # --- Processes and threads ------------------------------------------------------------------------------------------------------
 
 
@@ -622,58 +604,67 @@ def test_dry_runs_that_are_gone_have_no_server() -> None:
         os.kill(server, 0)
 
 
-def test_closing_ends_the_server_and_may_be_done_twice(dry: Callable[..., DryRuns]) -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_closing_ends_the_server_and_may_be_done_twice(
+    forks: bool, dry: Callable[..., DryRuns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_runs, "can_fork", lambda: forks)
     runs = dry(lambda ask: train())
     runs.start()
     server = runs._server
     assert is_alive(server)
     runs.close()
-    assert not is_alive(server)
+    assert ends(server)
     runs.close()
     assert runs.capture(no_params).steps == 20  # it begins again
 
 
 PARENT = """
 import os, sys, time
-sys.path[:0] = {paths}
-from perfguard.capture import Answer, DryRuns
+from perfguard.capture import Answer, DryRuns, dry_runs
 from perfguard.devices import resolve_device
 
+if sys.argv[1] == "new":
+    dry_runs.can_fork = lambda: False
+
 def objective(ask):
-    os.write(1 if len(sys.argv) < 2 else int(sys.argv[1]), b"%d\\n" % os.getpid())
-    time.sleep(1000)
+    ask(os.getpid())
+    while True:
+        try:
+            time.sleep(1000)
+        except BaseException:
+            pass
+
+def answer(process):
+    print(runs._server, process, flush=True)
+    return Answer("process", process)
 
 runs = DryRuns(objective, resolve_device("a100"))
-runs.start()
-print(runs._server, flush=True)
 try:
-    runs.capture(lambda: None)
+    runs.capture(answer)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "kill"])
-def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("process", ["forked", pytest.param("new", marks=pytest.mark.slow)])
+def test_no_process_is_left_behind(process: str, how: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.replace("{paths}", repr(sys.path)))
-    read, write = os.pipe()
+    script.write_text(PARENT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen(
-        [sys.executable, script, str(write)], pass_fds=[write], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, script, process], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    os.close(write)
     assert parent.stdout is not None
-    server, child = int(parent.stdout.readline()), int(os.read(read, 100))
-    os.close(read)
-    assert is_alive(server)
+    server, child = map(int, parent.stdout.readline().split())
     assert is_alive(child)
     if how == "ctrl-c":
         os.killpg(parent.pid, signal.SIGINT)
-        assert parent.stdout.read() == "interrupted\n"
-        assert parent.wait(10) == 0
     else:
         parent.kill()
-        parent.wait()
+    assert parent.stdout.read() == ("interrupted\n" if how == "ctrl-c" else "")
+    assert parent.wait(10) == (0 if how == "ctrl-c" else -signal.SIGKILL)
     parent.stdout.close()
     assert ends(child)
     assert ends(server)

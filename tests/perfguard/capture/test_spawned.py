@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
-import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,18 @@ from perfguard.capture import Answer, Ask, DryRuns, dry_runs
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, UnguardedTrialWarning
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, create_study
-from tests.perfguard.capture.test_dry_runs import Objective, answering, ends, is_alive, no_params, train
+from tests.perfguard.capture.test_dry_runs import (
+    Objective,
+    answering,
+    crash,
+    eat,
+    ends,
+    hang_in_c,
+    have_a_bug,
+    leave_at_once,
+    no_params,
+    train,
+)
 from tests.warm import run_fresh
 
 A100 = resolve_device("a100")
@@ -34,19 +41,6 @@ A100 = resolve_device("a100")
 @pytest.fixture(autouse=True)
 def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_runs, "can_fork", lambda: False)
-
-
-@pytest.fixture
-def dry() -> Iterator[Callable[..., DryRuns]]:
-    made: list[DryRuns] = []
-
-    def make(objective: Objective, **settings: Any) -> DryRuns:
-        made.append(DryRuns(objective, A100, **settings))
-        return made[-1]
-
-    yield make
-    for runs in made:
-        runs.close()
 
 
 # --- The same is seen -----------------------------------------------------------------------------------------------------------
@@ -286,52 +280,30 @@ def _only_in(process: int) -> NotForOthers:
     return NotForOthers()
 
 
-@pytest.mark.slow
-def test_an_objective_that_cannot_be_loaded_says_why(dry: Callable[..., DryRuns]) -> None:
-    here = NotForOthers()
-    with pytest.raises(CaptureError, match=r"cannot load the objective \(ValueError: elsewhere\).*build"):
-        dry(lambda ask: train(model=here)).capture(no_params)
-
-
 class EndsTheProcess:
     def __reduce__(self) -> Any:
         return os._exit, (3,)
 
 
-def test_an_objective_whose_loading_ends_the_process_says_why(dry: Callable[..., DryRuns]) -> None:
-    kept = EndsTheProcess()
-    with pytest.raises(CaptureError, match=r"a new process ends as it loads the objective.*build"):
-        dry(lambda ask: train(model=kept)).capture(no_params)
-
-
-def hang(ask: Ask) -> None:
-    time.sleep(1000)
-
-
-def crash(ask: Ask) -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def eat(ask: Ask) -> None:
-    kept = []
-    while True:
-        kept.append(np.ones(2**21))
-
-
-def leave_at_once(ask: Ask) -> None:
-    os._exit(0)
-
-
-def have_a_bug(ask: Ask) -> None:
-    nn.Linear(20, 3).cuda()(torch.randn(4, 21).cuda())
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NotForOthers, r"cannot load the objective \(ValueError: elsewhere\).*build"),
+        (EndsTheProcess, r"a new process ends as it loads the objective.*build"),
+    ],
+)
+def test_an_objective_that_cannot_be_loaded_says_why(make: type, message: str, dry: Callable[..., DryRuns]) -> None:
+    here = make()
+    with pytest.raises(CaptureError, match=message):
+        dry(lambda ask: train(model=here)).capture(no_params)
 
 
 TROUBLES: dict[str, tuple[Objective, str]] = {
-    "hang": (hang, r"did not end within 1 s"),
+    "hang": (hang_in_c, r"did not end within 1 s"),
     "crash": (crash, "process for dry runs has ended"),
     "eat": (eat, r"more than 0\.125 GiB of host memory"),
     "leave": (leave_at_once, "process for dry runs has ended"),
-    "bug": (have_a_bug, rf"test_spawned\.py:{have_a_bug.__code__.co_firstlineno + 1} with RuntimeError: .*4, 21"),
+    "bug": (have_a_bug, rf"test_dry_runs\.py:{have_a_bug.__code__.co_firstlineno + 1} with RuntimeError: .*4, 21"),
 }
 
 
@@ -372,59 +344,3 @@ def test_an_answer_that_is_known_ends_the_dry_run_and_what_it_has_started(dry: C
     with pytest.raises(KeyError, match="stop"):
         runs.capture(lambda question: Answer("rate", 0.2) if question == "rate" else answer(question))
     assert ends(started[1])
-
-
-PARENT = """
-import os, sys, time
-from perfguard.capture import Answer, DryRuns, dry_runs
-from perfguard.devices import resolve_device
-
-dry_runs.can_fork = lambda: False
-
-def objective(ask):
-    ask(os.getpid())
-    while True:
-        try:
-            time.sleep(1000)
-        except BaseException:
-            pass
-
-def answer(process):
-    print(process, flush=True)
-    return Answer("process", process)
-
-runs = DryRuns(objective, resolve_device("a100"))
-try:
-    runs.capture(answer)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", "kill"])
-def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(PARENT))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    parent = subprocess.Popen(
-        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    assert is_alive(child)
-    os.kill(parent.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
-    assert parent.stdout.read() == ("interrupted\n" if how == "ctrl-c" else "")
-    parent.wait()
-    parent.stdout.close()
-    assert ends(child)
-
-
-def test_closing_ends_the_process_that_waits(dry: Callable[..., DryRuns]) -> None:
-    runs = dry(lambda ask: train())
-    runs.start()
-    waits = runs._server
-    assert is_alive(waits)
-    runs.close()
-    assert ends(waits)
-    runs.close()
