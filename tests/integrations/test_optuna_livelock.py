@@ -178,22 +178,6 @@ def test_parameters_know_who_looked_at_them() -> None:
         hash(params)
 
 
-def test_second_build_finds_params_the_first_popped() -> None:
-    """The first is on the meta device, where a model that looks at its numbers cannot be built."""
-
-    def build_with_numbers(params: Any) -> Workload:
-        width = params.pop("width")
-        return build_of(width * int(torch.ones(1).item()))
-
-    pruner = make_pruner(build=build_with_numbers)
-    study = create_study(pruner=pruner)
-    for width in (2**20, 8):
-        study.enqueue_trial({"width": width})
-    study.optimize(lambda trial: float(trial.suggest_int("width", 1, 2**20)), n_trials=2, count="proposed")
-    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE]
-    assert "perfguard:verdict" in study.trials[1].user_attrs
-
-
 @pytest.mark.parametrize("most", [20, 21, 22, 23])
 def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler counts its repeats into the same search; where the last one fell to it the study never ended."""
