@@ -380,13 +380,7 @@ class Guard:
         verdict = self._judge(workload, threshold=self.risk)
         return verdict.action == "launch" and verdict.predicted["memory"].median <= most_bytes
 
-    def _judge(
-        self,
-        workload: AnyWorkload,
-        graph: OpGraph | None = None,
-        *,
-        threshold: float | None = None,
-    ) -> Verdict:
+    def _judge(self, workload: AnyWorkload, graph: OpGraph | None = None, *, threshold: float | None = None) -> Verdict:
         """The verdict on ``workload`` as it is proposed. ``threshold`` of None: what the risk budget has left."""
         steps, per_epoch = workload.steps and Steps(workload.steps), workload.steps_per_epoch
         is_limited = self.budget.longest_trial_s is not None
