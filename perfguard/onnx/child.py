@@ -325,17 +325,16 @@ class _Description:
             _at(_label(node, index))
             self._follow(node, index, whole)
         _at("its description")
-        names = _ShortNames()
         return {
-            "nodes": [self._node(node, names) for node in graph.node],
+            "nodes": [self._node(node) for node in graph.node],
             "types": {
-                names[name]: [onnx.TensorProto.DataType.Name(self._protos[name].tensor_type.elem_type), *shape]
+                name: [onnx.TensorProto.DataType.Name(self._protos[name].tensor_type.elem_type), *shape]
                 for name, shape in self._shapes.items()
             },
-            "inputs": [names[value.name] for value in self._inputs if value.name in self._shapes],
-            "outputs": [names[value.name] for value in graph.output],
-            "weights": sorted(map(names.__getitem__, self._weights)),
-            "known": sorted(map(names.__getitem__, self._values)),
+            "inputs": [value.name for value in self._inputs if value.name in self._shapes],
+            "outputs": [value.name for value in graph.output],
+            "weights": sorted(self._weights),
+            "known": sorted(self._values),
         }
 
     def _whole(self) -> dict[str, onnx.TypeProto]:
@@ -505,7 +504,7 @@ class _Description:
             if name and isinstance(value, np.ndarray | np.generic):
                 self._learn_value(name, np.asarray(value))
 
-    def _node(self, node: onnx.NodeProto, names: _ShortNames) -> list[Any]:
+    def _node(self, node: onnx.NodeProto) -> list[Any]:
         """An operator as `perfguard.onnx.read.Node` has it; what a subgraph reads from outside counts as inputs."""
         given = node.input[:1] if node.op_type == "CastLike" else node.input
         is_control_flow = _is_control_flow(node)
@@ -521,8 +520,8 @@ class _Description:
         return [
             node.op_type[:80],
             node.domain[:80],
-            [names[name] for name in (*given, *captured)],
-            [names[name] for name in node.output],
+            [*given, *captured],
+            [*node.output],
             attributes,
             _module(node),
             self._most_launches(node) if is_control_flow else 0,
@@ -552,14 +551,6 @@ _COMPUTED = frozenset(
      "Squeeze", "Sub", "Tile", "Transpose", "Unsqueeze", "Where"}
 )  # fmt: skip
 """Operators that are computed on small values: what exporters write into shapes, all deterministic."""
-
-
-class _ShortNames(dict[str, str]):
-    """Names of values, cut to a length of which 20,000 operators can have several."""
-
-    def __missing__(self, name: str) -> str:
-        self[name] = name if len(name) <= 200 else f"{name[:180]}#{len(self)}"
-        return self[name]
 
 
 def _reason(error: Exception) -> str:
