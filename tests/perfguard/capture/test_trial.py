@@ -688,18 +688,6 @@ def training_data_are_evaluated() -> None:
         evaluate(model, rows())
 
 
-@counts(10, 30)
-def second_loader_is_longer() -> None:
-    model, labelled, others = nn.Linear(20, 3).cuda(), rows(320), rows(960)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    next(iter(others))
-    for _ in range(3):
-        for (x, y), (more, _) in zip(labelled, others, strict=False):
-            optimizer.zero_grad()
-            (F.cross_entropy(model(x.cuda()), y.cuda()) + model(more.cuda()).square().mean()).backward()
-            optimizer.step()
-
-
 def train_on_both(pairs: Callable[[Any, Any], Iterable[Any]], labelled: Any, others: Any) -> None:
     model = nn.Linear(20, 3).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -719,6 +707,13 @@ def begun_again(labelled: Any, others: Any) -> Iterator[Any]:
             iterator = iter(labelled)
             batch = next(iterator)
         yield batch, other
+
+
+@counts(10, 30)
+def second_loader_is_longer() -> None:
+    others = rows(960)
+    next(iter(others))
+    train_on_both(zip, rows(320), others)
 
 
 COUNTED |= {
@@ -773,6 +768,46 @@ def loader_without_an_end() -> None:
     train(itertools.islice(DataLoader(Stream(), 32), 1000), epochs=1)
 
 
+def trained(
+    step: Callable[[nn.Module, torch.Tensor], torch.Tensor], make: Callable[[], nn.Module] = lambda: nn.Linear(20, 3)
+) -> None:
+    """Ten steps."""
+    model = make().cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for x, _ in rows():
+        optimizer.zero_grad()
+        loss = step(model, x.cuda())
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if torch.isfinite(loss) and all(torch.isfinite(gradient).all() for gradient in gradients):
+            optimizer.step()
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    with torch.inference_mode():  # tensors that are made in it count no versions
+        found = bool(torch.isfinite(x + 1).all())
+    assert found
+    return found
+
+
+def packs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.arange(1, 21).repeat(2)[: len(x)]
+    packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0])
+    return torch.mean(padded)
+
+
+ASKS_FOR_VALUES: dict[str, Any] = {
+    "categorical": lambda model, x: torch.distributions.Categorical(logits=model(x)).entropy().mean(),
+    "normal": lambda model, x: torch.distributions.Normal(model(x), 1.0).log_prob(x[:, :3]).mean(),
+    "bincount": lambda model, x: model(x).mean() * torch.bincount(x[:, 0].long(), minlength=3).sum(),
+    "generator": lambda model, x: model(torch.rand(x.shape, generator=torch.Generator(x.device), device=x.device)).mean(),
+    "inference": lambda model, x: model(x).mean() * is_finite(x),
+}
+COUNTED |= {name: (partial(trained, step), (10, 10)) for name, step in ASKS_FOR_VALUES.items()}
+COUNTED["packed"] = partial(trained, packs, lambda: nn.LSTM(1, 8, batch_first=True)), (10, 10)
+
+
 @pytest.mark.parametrize("name", COUNTED)
 def test_steps_are_counted_up_to_the_end_of_the_objective(name: str) -> None:
     objective, expected = COUNTED[name]
@@ -814,10 +849,7 @@ def test_batches_that_are_on_the_device_are_indexed_there() -> None:
         model = nn.Linear(20, 3).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(5):
-            for chosen in torch.randperm(1000).split(50):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[chosen]), y[chosen]).backward()
-                optimizer.step()
+            fit(model, ((x[chosen], y[chosen]) for chosen in torch.randperm(1000).split(50)), optimizer, epochs=1)
 
     captured = capture(objective, A100)
     assert "batch-on-device" in captured.graph.options
@@ -895,54 +927,6 @@ def test_shapes_on_meta_take_no_memory_and_marks_for_a_profiler_cost_nothing() -
 
     plain, marked = (capture(lambda: objective(marks=marks), A100).graph for marks in (False, True))  # noqa: B023
     assert marked.peak_live_bytes == plain.peak_live_bytes
-
-
-linear = partial(nn.Linear, 20, 3)
-
-
-def trained(step: Callable[[nn.Module, torch.Tensor], torch.Tensor], make: Callable[[], nn.Module]) -> None:
-    """Ten steps."""
-    model = make().cuda()
-    optimizer = torch.optim.SGD(model.parameters())
-    for x, _ in rows():
-        optimizer.zero_grad()
-        loss = step(model, x.cuda())
-        loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if torch.isfinite(loss) and all(torch.isfinite(gradient).all() for gradient in gradients):
-            optimizer.step()
-
-
-def is_finite(x: torch.Tensor) -> bool:
-    with torch.inference_mode():  # tensors that are made in it count no versions
-        found = bool(torch.isfinite(x + 1).all())
-    assert found
-    return found
-
-
-def packs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    lengths = torch.arange(1, 21).repeat(2)[: len(x)]
-    packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
-    padded, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0])
-    return torch.mean(padded)
-
-
-@pytest.mark.parametrize(
-    ("step", "make"),
-    [
-        (lambda model, x: torch.distributions.Categorical(logits=model(x)).entropy().mean(), linear),
-        (lambda model, x: torch.distributions.Normal(model(x), 1.0).log_prob(x[:, :3]).mean(), linear),
-        (lambda model, x: model(x).mean() * torch.bincount(x[:, 0].long(), minlength=3).sum(), linear),
-        (lambda model, x: model(torch.rand(x.shape, generator=torch.Generator(x.device), device=x.device)).mean(), linear),
-        (packs, lambda: nn.LSTM(1, 8, batch_first=True)),
-        (lambda model, x: model(x).mean() * is_finite(x), linear),
-    ],
-    ids=["categorical", "normal", "bincount", "generator", "packed", "inference"],
-)
-def test_what_asks_for_values_is_answered(step: Any, make: Any) -> None:
-    """Each once ended the dry run."""
-    captured = capture(lambda: trained(step, make), A100)
-    assert (captured.steps, captured.unseen) == (10, "")
 
 
 def test_a_parameter_that_is_assigned_takes_memory_once() -> None:
@@ -1023,10 +1007,8 @@ def test_evaluation_within_the_first_steps_is_not_in_each_step() -> None:
     def objective() -> None:
         model = nn.Linear(20, 3).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number, (x, y) in enumerate(rows(640)):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
-            optimizer.step()
+        for number, batch in enumerate(rows(640)):
+            fit(model, [batch], optimizer, epochs=1)
             if number % 100 == 0:
                 evaluate(model, rows(3200, batch=800))
 
@@ -1362,14 +1344,10 @@ def test_evaluation_within_an_epoch_and_larger_inputs_of_later_epochs_count() ->
         model = convolutional().cuda()
         optimizer = torch.optim.SGD(model.parameters())
         for size in sizes:
-            for step, (x, y) in enumerate(images(size=size)):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x.cuda()), y.cuda()).backward()
-                optimizer.step()
+            for step, batch in enumerate(images(size=size)):
+                fit(model, [batch], optimizer, epochs=1)
                 if evaluates and step == 7:
-                    with torch.no_grad():
-                        for x, _ in images(batch=160):
-                            model(x.cuda())
+                    evaluate(model, images(batch=160))
 
     plain, larger = (capture(partial(objective, sizes, False), A100) for sizes in ((32, 32), (32, 32, 32, 32, 64)))
     assert largest(larger) > 3 * largest(plain)
@@ -1395,9 +1373,7 @@ def test_bare_next_is_given_all_that_it_asks_for() -> None:
         optimizer = torch.optim.SGD(model.parameters())
         batches = iter(rows())
         for _ in range(9):
-            x, y = next(batches)
-            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
-            optimizer.step()
+            fit(model, [next(batches)], optimizer, epochs=1)
         fit(model, rows(), torch.optim.Adam(model.parameters()))
 
     found = capture(objective, A100, spares=False)
