@@ -58,7 +58,7 @@ class RealStep(Recorder):
     _birth_of_unseen = -1
 
     def __init__(self, captured: CapturedTrial, device_kind: str, *, tolerance: float = 0.2) -> None:
-        super().__init__([])
+        super().__init__([], is_cpu=device_kind == "cpu")
         self.captured = captured
         self._device_kind = device_kind
         self._tolerance = tolerance

@@ -121,7 +121,7 @@ class Watch:
         self._device = device
         self._paths = paths
         self._modules: list[str] = []
-        self._recorder = Recorder(self._modules)
+        self._recorder = Recorder(self._modules, is_cpu=device.kind == "cpu")
         self.host = HostTensors(device, self._recorder)
         self._stops = Stops()
         self.host.values.on_unknown = self._stops.note_value
@@ -186,6 +186,7 @@ class Watch:
         stack.enter_context(self.host)
         stack.enter_context(self._paths)
         stack.enter_context(self._placement)
+        self._recorder.calibrate()
 
     def join(self, begun: Mapping[Any, int], made_before: frozenset[int]) -> None:
         """Begin in the middle of an objective.

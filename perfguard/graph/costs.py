@@ -50,9 +50,9 @@ _KIND_BY_NAME = {
     ),
     **dict.fromkeys(
         ("cat", "clone", "copy_", "_to_copy", "stack", "constant_pad_nd", "index", "index_put", "index_put_", "gather",
-         "scatter", "scatter_add", "index_select", "repeat", "roll", "flip", "slice_backward", "select_backward",
-         "as_strided_scatter", "_unsafe_index", "_unsafe_index_put", "contiguous", "unfold_backward", "index_add",
-         "masked_fill", "where", "tril", "triu", "im2col", "col2im", "nonzero", "masked_select"),
+         "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select", "repeat", "roll", "flip", "slice_backward",
+         "select_backward", "as_strided_scatter", "_unsafe_index", "_unsafe_index_put", "contiguous", "unfold_backward",
+         "index_add", "index_add_", "masked_fill", "where", "tril", "triu", "im2col", "col2im", "nonzero", "masked_select"),
         "copy",
     ),
     **dict.fromkeys(("embedding", "embedding_dense_backward", "_embedding_bag", "_embedding_bag_backward"), "embedding"),
@@ -145,6 +145,20 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
     return elementwise_flops(kind, _num_elements(args) if kind in _COUNTED_BY_INPUT else 0, _num_elements(out))
+
+
+def cuda_workspace(name: str, args: Sequence[Any]) -> torch.Tensor | None:
+    """A tensor on meta like the one that CUDA's kernel of ``name`` makes beside its outputs while it runs. None: it makes none.
+
+    Softmax first multiplies its gradient with its output (`softmax_backward_cuda_out` of SoftMax.cu). An embedding of more than
+    3,072 indices is summed in parts of up to ten rows, in float32 (`embedding_backward_cuda_kernel`, NROWS_PER_THREAD).
+    """
+    if name == "_softmax_backward_data":
+        return torch.empty_like(args[0], device="meta")
+    if name == "embedding_dense_backward" and (number := args[1].numel()) > 3072:
+        width, dtype = args[0].shape[-1], torch.promote_types(args[0].dtype, torch.float32)
+        return torch.empty(number // 10 + min(number, args[2]), -(-width // 32) * 32, dtype=dtype, device="meta")
+    return None
 
 
 def elementwise_flops(kind: str, num_inputs: int, num_outputs: int) -> int:

@@ -14,11 +14,21 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perfguard.graph.costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
+from perfguard.graph.costs import attributes_of, bytes_read, bytes_taken, cuda_workspace, flops_of, kind_of, launches_kernel
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.selections import Selections, is_mask
-from perfguard.graph.shape_rules import outputs_of
+from perfguard.graph.shape_rules import META, is_dense, is_meta, outputs_of
 from perfguard.pytorch import path_inside
+
+aten = torch.ops.aten
+_IN_PLACE = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+"""How autograd writes the gradient of a selection into fresh zeros, where no mode is on (`areAnyTensorSubclassLike` in
+FunctionsManual.cpp)."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -99,18 +109,30 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     index: int
 
 
+def _references(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Number of references to a tensor and to its storage. None: this PyTorch does not tell."""
+    if not hasattr(tensor, "_use_count"):
+        return None
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 class Recorder(TorchDispatchMode):
     """Enter it around the step; afterwards ``ops`` and :meth:`storages` hold what happened.
 
     Args:
         modules: the stack of paths of the modules that are running, kept by the caller.
+        is_cpu: whether the step is for a CPU.
     """
 
     _birth_of_unseen: int | None = None
     """Of a storage that an operator reads and none has made. None: it is made now."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], *, is_cpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cpu = is_cpu
+        self._is_calibrating = False
+        self._alone: tuple[int, int] | None = None
+        """References to a gradient that only autograd's buffer holds. None: not known."""
         self.phase: Phase | None = None
         """None: it follows from whether autograd is running."""
         self.ops: list[Op] = []
@@ -125,6 +147,15 @@ class Recorder(TorchDispatchMode):
         self._lives: list[Life] = []
         self._freed_after: int | None = None
         self.selections = Selections(self.index_of)
+
+    def calibrate(self) -> None:
+        """Learn how autograd's sums of gradients look from here. Call it once all modes are on."""
+        self._is_calibrating = True
+        try:
+            x = torch.empty(1, device=META, requires_grad=True).neg()
+            (x.neg() + x.neg()).backward()
+        finally:
+            self._is_calibrating = False
 
     def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
         """Register what is there before the step."""
@@ -223,6 +254,14 @@ class Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_calibrating:
+            if func is aten.add.Tensor and torch._C._current_autograd_node() is not None:
+                self._alone = _references(args[0])
+            return func(*args, **kwargs)
+        if func in _IN_PLACE and self._is_fresh(args[0]):
+            func = _IN_PLACE[func]
+        elif func is aten.add.Tensor and not kwargs and self._is_accumulated(*args):
+            func = aten.add_.Tensor
         operator = operator_of(func)
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
@@ -233,6 +272,20 @@ class Recorder(TorchDispatchMode):
             out = outputs_of(func, args, kwargs)
         self._note(func, operator, args, kwargs, out)
         return out
+
+    def _is_accumulated(self, gradient: Any, other: Any) -> bool:
+        """Whether autograd adds ``other`` to a ``gradient`` that it alone holds: in place, where no mode is on
+        (`can_accumulate_inplace` in input_buffer.cpp)."""
+        if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or not (is_meta(gradient) and is_meta(other)):
+            return False
+        is_alone = self._alone is not None and _references(gradient) == self._alone
+        return is_alone and gradient.shape == other.shape and is_dense(gradient)
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether a node of autograd has just made the zeros in ``tensor``."""
+        if torch._C._current_autograd_node() is None or not self.ops or self.ops[-1].name not in ("new_zeros", "zeros_like"):
+            return False
+        return self.ops[-1].outputs == (self.index_of(tensor),)
 
     def record(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Write down an operator whose result ``out`` others have made."""
@@ -249,6 +302,9 @@ class Recorder(TorchDispatchMode):
             return
         read = tuple(dict.fromkeys(self.index_of(tensor, birth=self._birth_of_unseen) for tensor in inputs))
         written = tuple(dict.fromkeys(map(self.index_of, outputs)))
+        workspace = None if self._is_cpu else cuda_workspace(operator.name, args)
+        if workspace is not None:
+            self.index_of(workspace)  # it lives until the operator is written down
         self.selections.note(func, operator.name, args, kwargs, out)
         mutated = self._own([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
         if not operator.launches or (written and not mutated and set(written) <= set(read)):

@@ -104,7 +104,7 @@ class _Tracer:
         self._target = target
         self._paths = DevicePaths(target)
         self._modules: list[str] = []
-        self._recorder = Recorder(self._modules)
+        self._recorder = Recorder(self._modules, is_cpu=target.is_cpu)
         if not isinstance(workload.model, nn.Module):
             raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(workload.model).__name__}.")
         if names := unquantized_layers(workload.model):
@@ -349,6 +349,7 @@ class _Tracer:
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             stack.enter_context(self._paths)
             stack.enter_context(self._recorder)
+            self._recorder.calibrate()
             yield
 
 

@@ -1,0 +1,67 @@
+"""The recorder: what autograd does in place, and what a kernel takes while it runs, are as without a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from perfguard.graph import Phase, trace
+from perfguard.workload import TensorSpec, Workload
+from tests.perfguard.graph.parts import Apply, total
+
+ROWS = torch.tensor([3, 1, 1, 0, 2, 5])
+OF_SUMS_AND_SELECTIONS = ("add", "index_put", "scatter", "scatter_add")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x @ x.T + x @ x.T,
+        lambda x: x + x.relu().exp() * x,
+        lambda x: x * 4 + (x + x.exp()) * 2,
+        lambda x: x.sum() + x.sum() + x.mean(),  # the gradients are expanded numbers
+        lambda x: x[ROWS],
+        lambda x: x.gather(1, ROWS[:, None].to(x.device).expand(6, 2)),
+        lambda x: x.max(1)[0],
+        lambda x: x.sort(1)[0],
+        lambda x: x.scatter(1, ROWS[:, None].to(x.device), 0.0),  # its gradient is a changed copy in any case
+    ],
+    ids=["products", "residual", "shared", "expanded", "index", "gather", "max", "sort", "scatter"],
+)
+def test_a_backward_pass_writes_where_it_would_without_a_recorder(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    # PyTorch sums gradients in place, and writes those of selections into fresh zeros. It makes copies where it sees a mode.
+    layer = nn.Linear(6, 6)
+    loss = use(layer(torch.ones(6, 6))).sum()
+    with profile() as real:
+        loss.backward()
+    called = [event.name.removeprefix("aten::").replace("_index_put_impl", "index_put") for event in real.events()]
+    graph = trace(Workload(nn.Sequential(layer, Apply(use)), (6, 6), loss=total))
+    traced = [op.name for op in graph.ops if op.phase is Phase.BACKWARD]
+    for name in (*OF_SUMS_AND_SELECTIONS, *(f"{name}_" for name in OF_SUMS_AND_SELECTIONS)):
+        assert traced.count(name) == called.count(name), name
+
+
+def peak(model: nn.Module, inputs: object, target: Literal["cuda", "cpu"]) -> int:
+    return trace(Workload(model, inputs, loss=total), target=target).peak_live_bytes
+
+
+def test_softmax_takes_a_product_in_its_backward_pass_on_a_gpu() -> None:
+    # Liger-Kernel reads six tensors on an RTX 3090: five are there on any device.
+    model, size = nn.Sequential(nn.Linear(1, 1024, bias=False), nn.Softmax(-1), Apply(lambda x: x * x)), 512 * 1024 * 4
+    assert peak(model, (512, 1), "cuda") - peak(model, (512, 1), "cpu") == size
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(3072, 0), (4096, 409 + 1000)])
+def test_many_indices_of_an_embedding_are_summed_in_parts_on_a_gpu(tokens: int, rows: int) -> None:
+    # EmbeddingBackwardKernel.cu: tokens / 10 rows, and one for each word that there may be, in float32.
+    with torch.device("meta"):
+        model = nn.Embedding(1000, 64, dtype=torch.bfloat16)
+    graphs = [trace(Workload(model, TensorSpec((tokens,), "int64"), loss=total), target=target) for target in ("cuda", "cpu")]
+    at = [[op.name for op in graph.ops].index("embedding_dense_backward") for graph in graphs]
+    on_gpu, on_cpu = (graph.bytes_by_kind(index) for graph, index in zip(graphs, at, strict=True))
+    assert sum(on_gpu.values()) - sum(on_cpu.values()) == rows * 64 * 4
