@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--source", required=True, action="append")
     parser.add_argument("--of", choices=("memory", "time"), default="memory")
     parser.add_argument("--predictor", default="guardnet")
+    parser.add_argument("--name", help="of the table that is recorded")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     columns, rows = read_table(arguments.table)
@@ -75,9 +76,9 @@ def main() -> None:
     results = evaluate(columns, chosen, arguments.table, load_predictor(arguments.predictor))
     judged = [result for result in results if result.prediction is not None]
     if arguments.of == "memory":
-        show("memory-driver", OF_MEMORY, memory_lines(judged), record=arguments.record)
+        show(arguments.name or "memory-driver", OF_MEMORY, memory_lines(judged), record=arguments.record)
     else:
-        show("sources-never-learnt", OF_TIME, time_lines(judged), record=arguments.record)
+        show(arguments.name or "sources-never-learnt", OF_TIME, time_lines(judged), record=arguments.record)
 
 
 if __name__ == "__main__":

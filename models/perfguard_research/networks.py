@@ -199,7 +199,11 @@ def _of_huggingface(network: Network, n: int, train: bool) -> Batch:
 
 
 def _latents(network: Network, n: int, train: bool) -> Batch:
-    """Noise predicted at one time step, under a text."""
+    """Noise predicted at one time step, under a text; images for an encoder, and latents for a decoder."""
+    if network.bare_name.endswith(".encode"):
+        return Batch((n, 3, *_pixels(network)))
+    if network.bare_name.endswith(".decode"):
+        return Batch((n, network.config["latent_channels"], network.input["latent"], network.input["latent"]))
     latent, channels = network.input["latent"], network.config.get("in_channels", 4)
     image = TensorSpec((n, channels, latent, latent))
     text = TensorSpec((n, network.input["text_len"], network.config.get("cross_attention_dim", 1280)))
@@ -312,11 +316,24 @@ def _huggingface(network: Network) -> Any:
     return model
 
 
+class Half(nn.Module):
+    """One half of an autoencoder. The other one takes memory beside it."""
+
+    def __init__(self, autoencoder: Any, name: str) -> None:
+        super().__init__()
+        self.autoencoder = autoencoder
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return getattr(self.autoencoder, self.name)(x)
+
+
 def _diffusers(network: Network) -> Any:
-    cls = getattr(_library("diffusers", "diffusers"), network.bare_name)
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+    name, _, half = network.bare_name.partition(".")
+    cls = getattr(_library("diffusers", "diffusers"), name)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or half not in ("", "encode", "decode"):
         raise TableError(f"diffusers has no network {network.bare_name!r}.")
-    return cls(**network.config)
+    return Half(cls(**network.config), half) if half else cls(**network.config)
 
 
 def _kuangliu(network: Network) -> Any:

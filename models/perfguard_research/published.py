@@ -1,7 +1,7 @@
 """Published measurements as a table of runs, each source by its own reader.
 
-    python -m perfguard_research.published cs336_more.csv.gz hfdocs.csv.gz lamikr.csv.gz pycls.csv.gz --out published.csv
-    perfguard evaluate published.csv
+    python -m perfguard_research.published cs336_more.csv.gz hfdocs.csv.gz lamikr.csv.gz pycls.csv.gz vae.csv.gz --out FILE.csv
+    perfguard evaluate FILE.csv
 
 A row whose network, card, precision or mode cannot be rebuilt is left out, and so is one that contradicts others of its author or
 repeats another source.
@@ -24,7 +24,8 @@ _GPUS = {
     "rtx4090": "rtx4090", "rtx5090": "rtx5090", "a10": "a10", "l20": "l20", "a800-sxm-80gb": "a800-sxm-80gb",
     "a100": "a100-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb", "h100": "h100-sxm-80gb",
     "h100-sxm": "h100-sxm-80gb", "titan_rtx": "titan-rtx", "v100-sxm-16gb": "v100-sxm-16gb", "rtx2060": "rtx2060",
-    "rtx3080ti-mobile-16gb": "rtx3080ti-laptop",
+    "rtx3080ti-mobile-16gb": "rtx3080ti-laptop", "rtx3070": "rtx3070", "rtx3080": "rtx3080", "rtx3090": "rtx3090",
+    "rtx4070ti": "rtx4070ti",
 }  # fmt: skip
 """Which card a name stands for. An A100 or H100 without more is taken for the SXM module that clouds rent."""
 
@@ -136,8 +137,35 @@ def _timm_name(name: str) -> str:
     return f"timm:{names.get(kind, f'{kind}_{size}')}"
 
 
+_VAE = {
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+}
+"""stable-diffusion-v1-5, vae/config.json."""
+
+
+def of_vae(rows: pd.DataFrame) -> pd.DataFrame:
+    """The autoencoder of Stable Diffusion 1.5 in float16, whole images. Of SDXL's the precision is not said."""
+    rows = rows[rows["model"].str.endswith("SD1.5") & (rows["method"] == "plain")]
+    side = rows["seq_or_image"].str.partition("x")[0].astype(int)
+    half = rows["mode"].str.removeprefix("infer ")
+    return rows.assign(
+        model="diffusers:AutoencoderKL." + half,
+        config=json.dumps(_VAE),
+        family="vae",
+        mode="infer",
+        precision="fp16",
+        input=[
+            json.dumps({"latent": at // 8} if name == "decode" else {"image": at}) for at, name in zip(side, half, strict=True)
+        ],
+    )
+
+
 READERS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
-    "cs336_more": of_cs336, "hfdocs": of_hfdocs, "lamikr": of_lamikr, "pycls": of_pycls,
+    "cs336_more": of_cs336, "hfdocs": of_hfdocs, "lamikr": of_lamikr, "pycls": of_pycls, "vae": of_vae,
 }  # fmt: skip
 """By the stem of the table's file."""
 

@@ -70,3 +70,18 @@ def test_runs_can_be_evaluated(tmp_path: Path) -> None:
         ("timm:regnetx_002", "v100-sxm-16gb", "none", False),
     ]
     assert {(row.step_time_s, row.memory_bytes) for row in found} == {(0.0125, 2.0**30)}
+
+
+def test_both_halves_of_an_autoencoder_are_read() -> None:
+    common = {
+        "gpu": "rtx3090",
+        "model": "diffusers:AutoencoderKL SD1.5",
+        "precision": "fp16 (check)",
+        "batch": 1,
+        "method": "plain",
+    }
+    rows = [row(**common, mode="infer encode", seq_or_image="64x64"), row(**common, mode="infer decode", seq_or_image="64x64"),
+            row(**common | {"method": "tiled"}), row(**common | {"model": "diffusers:AutoencoderKL SDXL"})]  # fmt: skip
+    runs = read("vae", rows)
+    assert [*runs["model"]] == ["diffusers:AutoencoderKL.encode", "diffusers:AutoencoderKL.decode"]
+    assert [*runs["input"]] == ['{"image": 64}', '{"latent": 8}']

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from perfguard import load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
-from perfguard.graph import OpGraph, Phase, TraceCache
+from perfguard.graph import OpGraph, Phase, StorageKind, TraceCache
 from perfguard.workload import Workload
 from perfguard_research.evaluate import evaluate, report
 from perfguard_research.tables import MeasuredRow, parser_of
@@ -225,6 +227,27 @@ def test_what_is_not_modelled_says_so(changes: dict[str, str], message: str) -> 
 def test_a_model_that_cannot_be_built_says_why(model: str, message: str) -> None:
     with pytest.raises(TableError, match=message):
         row_of(model, {}, IMAGE).make_model()
+
+
+def test_one_half_of_an_autoencoder_runs_beside_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Autoencoder(nn.Module):
+        def __init__(self, latent_channels: int) -> None:
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, latent_channels, 8, 8), nn.ConvTranspose2d(latent_channels, 3, 8, 8)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", self.down(x))
+
+        def decode(self, x: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", self.up(x))
+
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(Autoencoder=Autoencoder))
+    for half, given, channels in (("encode", {"image": 64}, 4), ("decode", {"latent": 8}, 3)):
+        graph = graph_of(row_of(f"diffusers:Autoencoder.{half}", {"latent_channels": 4}, given, mode="infer"))
+        assert [op.shape[1] for op in graph.ops if op.kind == "conv"] == [channels]
+        assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 4 * (2 * 3 * 4 * 64 + 3 + 4)  # of both
+    with pytest.raises(TableError, match="diffusers has no network 'Autoencoder"):
+        row_of("diffusers:Autoencoder.train", {"latent_channels": 4}).make_model()
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
