@@ -24,6 +24,7 @@ ELSEWHERE = (
     ROOT / "docs" / "predictors.md",
     ROOT / "docs" / "howto" / "out-of-memory.md",
     MODELS / "perfguard_models" / "cards" / "step-time.md",
+    MODELS / "perfguard_models" / "cards" / "cpu-memory-forest.md",
     *(MODELS / "perfguard_research" / "cards" / f"{name}.md" for name in PAPERS),
 )
 """Pages with tables of results among others."""
@@ -230,6 +231,7 @@ DERIVED: dict[str, Callable[[], Table]] = {
     "step-times": step_times,
     "operators": operators,
     "cpus": cpus,
+    "cpu-memory-errors": functools.partial(errors_of, "cpu-memory-forest"),
     "memory-errors": functools.partial(errors_of, "memory-forest"),
     "step-time-errors": functools.partial(errors_of, "step-time"),
     "step-time-rows": functools.partial(rows_of, "step-time"),
