@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perfguard.graph.costs import attributes_of, bytes_read, bytes_taken, cuda_workspace, flops_of, kind_of, launches_kernel
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.selections import Selections, is_mask
-from perfguard.graph.shape_rules import META, is_dense, is_meta, outputs_of
+from perfguard.graph.shape_rules import META, is_meta, outputs_of
 from perfguard.pytorch import path_inside
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ _IN_PLACE = {
 }
 """How autograd writes the gradient of a selection into fresh zeros, where no mode is on (`areAnyTensorSubclassLike` in
 FunctionsManual.cpp)."""
+_ZEROS = ("new_zeros", "zeros_like", "zeros")
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -109,11 +111,11 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     index: int
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Number of references to a tensor and to its storage. None: this PyTorch does not tell."""
+def _references(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Number of references to a tensor, to its storage, and to it in Python. None: this PyTorch does not tell."""
     if not hasattr(tensor, "_use_count"):
         return None
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
 
 
 class Recorder(TorchDispatchMode):
@@ -131,7 +133,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cpu = is_cpu
         self._is_calibrating = False
-        self._alone: tuple[int, int] | None = None
+        self._alone: tuple[int, int, int] | None = None
         """References to a gradient that only autograd's buffer holds. None: not known."""
         self.phase: Phase | None = None
         """None: it follows from whether autograd is running."""
@@ -152,8 +154,9 @@ class Recorder(TorchDispatchMode):
         """Learn how autograd's sums of gradients look from here. Call it once all modes are on."""
         self._is_calibrating = True
         try:
-            x = torch.empty(1, device=META, requires_grad=True).neg()
-            (x.neg() + x.neg()).backward()
+            with torch.inference_mode(False):  # gradients are on, too: an evaluation may be running
+                x = torch.empty(1, device=META, requires_grad=True).neg()
+                (x.neg() + x.neg()).backward()
         finally:
             self._is_calibrating = False
 
@@ -255,8 +258,8 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_calibrating:
-            if func is aten.add.Tensor and torch._C._current_autograd_node() is not None:
-                self._alone = _references(args[0])
+            if func is aten.add.Tensor:
+                self._is_accumulated(*args)
             return func(*args, **kwargs)
         if func in _IN_PLACE and self._is_fresh(args[0]):
             func = _IN_PLACE[func]
@@ -278,12 +281,15 @@ class Recorder(TorchDispatchMode):
         (`can_accumulate_inplace` in input_buffer.cpp)."""
         if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or not (is_meta(gradient) and is_meta(other)):
             return False
-        is_alone = self._alone is not None and _references(gradient) == self._alone
-        return is_alone and gradient.shape == other.shape and is_dense(gradient)
+        references = _references(gradient)
+        if self._is_calibrating:
+            self._alone = references
+        is_alone = references is not None and references == self._alone
+        return is_alone and gradient.shape == other.shape and bool(aten.is_non_overlapping_and_dense.default(gradient))
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether a node of autograd has just made the zeros in ``tensor``."""
-        if torch._C._current_autograd_node() is None or not self.ops or self.ops[-1].name not in ("new_zeros", "zeros_like"):
+        if torch._C._current_autograd_node() is None or not self.ops or self.ops[-1].name not in _ZEROS:
             return False
         return self.ops[-1].outputs == (self.index_of(tensor),)
 

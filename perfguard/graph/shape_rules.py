@@ -27,8 +27,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is contiguous in one of the common orders."""
+def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -55,14 +54,14 @@ def empty_twin(tensor: torch.Tensor) -> torch.Tensor:
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """`torch.empty_like` of a tensor on meta."""
-    return empty_twin(tensor) if is_dense(tensor) else torch.empty_like(tensor)
+    return empty_twin(tensor) if _is_dense(tensor) else torch.empty_like(tensor)
 
 
 def _elementwise(x: torch.Tensor, *others: Any, **_: Any) -> Any:
     tensors = [other for other in others if not _is_number(other)]
     if not x.dim() and len(tensors) < len(others):
         return NotImplemented  # beside a tensor without dimensions, a number decides on the dtype, too
-    return empty_twin(x) if x.dtype.is_floating_point and is_dense(x) and _alike(x, *tensors) else NotImplemented
+    return empty_twin(x) if x.dtype.is_floating_point and _is_dense(x) and _alike(x, *tensors) else NotImplemented
 
 
 def _is_number(value: Any) -> bool:
@@ -94,7 +93,7 @@ def _list_in_place(tensors: Sequence[torch.Tensor], *others: Any, **_: Any) -> A
 
 
 def _list(tensors: Sequence[torch.Tensor], *others: Any, **_: Any) -> Any:
-    if not _lists_fit(tensors, others) or not all(is_dense(tensor) for tensor in tensors):
+    if not _lists_fit(tensors, others) or not all(_is_dense(tensor) for tensor in tensors):
         return NotImplemented
     if any(isinstance(other, (list, tuple)) and not all(map(_alike, tensors, other)) for other in others):
         return NotImplemented
@@ -111,7 +110,7 @@ def _lists_fit(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
 def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    if not is_dense(x) or weight is None:
+    if not _is_dense(x) or weight is None:
         return NotImplemented
     dtype = _statistics_dtype(x)
     return empty_twin(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
@@ -121,7 +120,7 @@ def _batch_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, variance: Any, save_mean: Any, save_invstd: Any,
     train: bool, eps: float, output_mask: Sequence[bool],
 ) -> Any:  # fmt: skip
-    if not train or weight is None or not all(output_mask) or not is_dense(x) or not _alike(x, grad):
+    if not train or weight is None or not all(output_mask) or not _is_dense(x) or not _alike(x, grad):
         return NotImplemented
     return empty_twin(x), empty_twin(weight), empty_twin(weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.profiler import profile
 
 from perfguard.graph import Phase, trace
+from perfguard.graph.recorder import Recorder
 from perfguard.workload import TensorSpec, Workload
 from tests.perfguard.graph.parts import Apply, total
 
@@ -18,6 +20,21 @@ ROWS = torch.tensor([3, 1, 1, 0, 2, 5])
 OF_SUMS_AND_SELECTIONS = ("add", "index_put", "scatter", "scatter_add")
 
 
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    """The gradients have swapped dimensions, as those of the heads of an attention."""
+    heads = x.view(6, 2, 3).transpose(0, 1)
+    return heads.sin() + heads.exp()
+
+
+def held(x: torch.Tensor) -> torch.Tensor:
+    """The gradient that is added to is one that a hook has kept."""
+    x, kept = x.exp(), list[torch.Tensor]()
+    first, second = x.sin(), x + 1
+    second.register_hook(kept.append)
+    return first + second * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # PyTorch 2.11, once
 @pytest.mark.parametrize(
     "use",
     [
@@ -27,11 +44,14 @@ OF_SUMS_AND_SELECTIONS = ("add", "index_put", "scatter", "scatter_add")
         lambda x: x.sum() + x.sum() + x.mean(),  # the gradients are expanded numbers
         lambda x: x[ROWS],
         lambda x: x.gather(1, ROWS[:, None].to(x.device).expand(6, 2)),
+        swapped,
+        held,
         lambda x: x.max(1)[0],
+        lambda x: x.cummax(1)[0],
         lambda x: x.sort(1)[0],
         lambda x: x.scatter(1, ROWS[:, None].to(x.device), 0.0),  # its gradient is a changed copy in any case
     ],
-    ids=["products", "residual", "shared", "expanded", "index", "gather", "max", "sort", "scatter"],
+    ids=["matmul", "residual", "shared", "expanded", "index", "gather", "swapped", "held", "max", "cummax", "sort", "scatter"],
 )
 def test_a_backward_pass_writes_where_it_would_without_a_recorder(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
     # PyTorch sums gradients in place, and writes those of selections into fresh zeros. It makes copies where it sees a mode.
@@ -44,6 +64,15 @@ def test_a_backward_pass_writes_where_it_would_without_a_recorder(use: Callable[
     traced = [op.name for op in graph.ops if op.phase is Phase.BACKWARD]
     for name in (*OF_SUMS_AND_SELECTIONS, *(f"{name}_" for name in OF_SUMS_AND_SELECTIONS)):
         assert traced.count(name) == called.count(name), name
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_recording_can_begin_within_an_evaluation(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    # A dry run at the first forward pass may begin in Lightning's sanity check.
+    recorder = Recorder([], is_cpu=False)
+    with mode(), recorder:
+        recorder.calibrate()
+    assert not recorder.ops
 
 
 def peak(model: nn.Module, inputs: object, target: Literal["cuda", "cpu"]) -> int:
