@@ -258,7 +258,7 @@ def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple
     hidden, width = weights[0].shape[0] // _GATES[kind], hx.shape[-1]
     kept = _RESERVED[kind] * hidden * num_directions * num_layers + width * num_directions * (num_layers - 1)
     positions = input.shape[:-1].numel()
-    length = -(-positions // hx.shape[1])
+    length = args[0].numel() if packed else positions // hx.shape[1]  # that of the longest sequence
     # Steps that wait for one another. cuDNN runs the layers as a diagonal wavefront, and both directions of a layer at once
     # (Appleyard et al. 2016, arXiv 1604.01946, section 3.3). A layer that reads both directions waits for the end of both.
     num_steps = length * num_layers if bidirectional else length + num_layers - 1

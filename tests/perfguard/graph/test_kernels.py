@@ -188,6 +188,11 @@ class Packed(nn.Module):
         return (self.layer(packed_of(x))[0].data,)
 
 
+def test_packed_sequences_take_as_many_steps_as_the_longest() -> None:
+    graph = trace(Workload(Packed(nn.LSTM(16, 32, batch_first=True)), (4, 5, 16), loss=total))
+    assert [op.attributes["steps"] for op in graph.ops if op.kind == "rnn"] == [5, 5]
+
+
 def really_fused(layer: nn.RNNBase, x: Any) -> bool:
     """Whether oneDNN's kernel runs on this machine's CPU."""
     with torch.profiler.profile() as profile:
