@@ -159,7 +159,7 @@ class Guard:
         self.device = resolve_device(gpu)
         for name in budgets:
             if name not in BudgetSettings.__annotations__:
-                known = [*inspect.signature(Guard).parameters, *BudgetSettings.__annotations__]
+                known = [*inspect.signature(Guard).parameters.keys() - {"budgets"}, *BudgetSettings.__annotations__]
                 raise ConfigurationError(f"There is no setting {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
         self.budget = Budget.parse(**budgets)
         self.budget.check_device(self.device)

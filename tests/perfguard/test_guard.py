@@ -116,6 +116,13 @@ def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities
     assert set(guard.budget.quantities) == set(quantities)
 
 
+@pytest.mark.parametrize(("name", "near"), [("memory_buget", "memory_budget"), ("budget", "time_budget"), ("epoch", "epochs")])
+def test_a_misspelled_setting_is_refused_with_a_name_that_exists(name: str, near: str) -> None:
+    settings: Any = {name: 1}
+    with pytest.raises(ConfigurationError, match=rf"There is no setting '{name}' \(did you mean '{near}'\?\)"):
+        Guard(DEVICE, **settings)
+
+
 medians = st.floats(0.5, 20).map(lambda gib: gib * GIB)
 sigmas = st.floats(0.01, 1)
 budgets = st.integers(GIB // 2, 10 * GIB)
