@@ -29,7 +29,7 @@ from perfguard.exceptions import ConfigurationError, LogError, LogWarning, warn_
 from perfguard.log_tables import LOG_FORMAT, Base, GraphRow, MetaRow, Row
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
-_DAMAGED = (ValueError, KeyError, TypeError, RecursionError, OverflowError, IntegrityError, DataError)  # rows there
+_DAMAGED = (ValueError, KeyError, TypeError, RecursionError, OverflowError, IntegrityError, DataError)  # rows beside the log
 
 
 class Database:
@@ -178,18 +178,23 @@ class Database:
         if self.in_memory:
             return
         for path in sorted(self._beside.parent.glob(f"{glob.escape(self._beside.name)}.{'[0-9a-f]' * 32}.rows.jsonl")):
+            aside, damaged, reason = path.with_suffix(".damaged"), [], ""
             with suppress(FileNotFoundError):  # another process was quicker
-                try:
-                    rows = [_row_in(line) for line in path.read_bytes().splitlines()]
-                    with self.transaction() as connection:
-                        _put(connection, rows)
-                except _DAMAGED as error:  # it would be tried for ever
-                    aside = path.replace(path.with_suffix(".damaged"))
-                    why = f"{type(error).__name__}: {reason_of(error)}"
-                    warn_user(f"Rows that waited in {path} are damaged ({why}); they were set aside as {aside}.", LogWarning)
-                    continue
-                with suppress(OSError):  # its rows are written, and a row that comes twice is there once
+                for line in path.read_bytes().splitlines(keepends=True):
+                    try:
+                        row = _row_in(line)
+                        with self.transaction() as connection:  # of its own: a row that is refused takes no other with it
+                            _put(connection, [row])
+                    except _DAMAGED as error:  # it would be tried for ever
+                        damaged.append(line)
+                        reason = f"{type(error).__name__}: {reason_of(error)}"
+                if damaged:
+                    aside.write_bytes(b"".join(damaged))
+                with suppress(OSError):  # the others are written, and a row that comes twice is there once
                     path.unlink()
+            if damaged:
+                what = f"{len(damaged)} rows that waited in {path} are damaged ({reason})"
+                warn_user(f"{what}; they were set aside as {aside}.", LogWarning)
 
 
 def _as_line(row: Row) -> str:
@@ -198,15 +203,18 @@ def _as_line(row: Row) -> str:
 
 
 def _row_in(line: bytes) -> Row:
-    """The row that :func:`_as_line` wrote."""
+    """The row that :func:`_as_line` wrote. Its columns are checked, since SQLite stores a text where a number is meant."""
     document = json.loads(line)
     name, values = document["table"], document["row"]
     columns = Base.metadata.tables[name].columns
-    if not set(values) <= set(columns.keys()):
+    if set(values) != set(columns.keys()):
         raise ValueError(f"a row of table {name!r} has other columns")
     for column in columns:
-        if column.type.python_type is bytes:
-            values[column.name] = base64.b64decode(values[column.name])
+        value, kind = values[column.name], column.type.python_type
+        if kind is bytes:
+            values[column.name] = base64.b64decode(value)
+        elif value is not None and not isinstance(value, (int, float) if kind is float else kind):
+            raise ValueError(f"{column.name} of table {name!r} is {value!r}")
     return Row(name, values)
 
 
