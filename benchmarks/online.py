@@ -2,12 +2,12 @@
 
     python benchmarks/online.py TABLE... --cache .perfguard-cache [--rows 400] [--seeds 3] [--only NAME]
 
-For each scenario GuardNet's weights for the quantity in question are trained without the rows in question, and kept in the
-cache: the forests of memory, or the step-time network. What GuardNet then answers for their graphs, as it would be served, is
-streamed through the product's own loop: predict, widen, log, teach (`perfguard.learning.Learner`), and every 25 rows an update by
-`tune_weights`. The rows come in a random order. Beside the stream a fixed set of other rows is judged now and then. The widths
-of intervals before anything was learnt are those of the shipped calibration, less the groups that were left out. Tables of single
-operators are passed over, because GuardNet does not learn from them.
+For each scenario GuardNet's weights for its quantity are trained without its rows, and kept in the cache. They are the forests of
+memory, or the step-time network. What GuardNet then answers for the rows is streamed through the product's own loop. It predicts,
+widens, logs and teaches (`perfguard.learning.Learner`), and every 25 rows it updates by `tune_weights`. The rows come in a random
+order. Beside the stream a fixed set of other rows is judged now and then. The widths of intervals before anything was learnt are
+those of the shipped calibration, less the groups that were left out. Tables of single operators are passed over, because GuardNet
+does not learn from them.
 """
 
 from __future__ import annotations

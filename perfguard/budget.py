@@ -178,8 +178,9 @@ class Budget:
 
     @property
     def paid_time_s(self) -> float | None:
-        """Seconds that the cost budget pays for. None: the cost has no limit."""
-        return SECONDS_PER_HOUR * self.most["cost"] / self.price_per_hour if self.price_per_hour is not None else None
+        """Seconds that the cost budget pays for. None: the cost has no limit, or there is no price."""
+        cost = self.most.get("cost")
+        return None if cost is None or self.price_per_hour is None else SECONDS_PER_HOUR * cost / self.price_per_hour
 
     @property
     def longest_trial_s(self) -> float | None:
@@ -250,13 +251,13 @@ class Budget:
             steps_per_epoch: steps of one epoch. None: unknown, so an epoch has no limit.
             host_memory: what the host holds beside the device. None: unknown, so it has no limit.
         """
-        step_time, trains_epochs = prediction.step_time, steps_per_epoch is not None and not infers
+        step_time = prediction.step_time
         estimates: dict[Quantity, Estimate | None] = {
             "memory": prediction.peak_memory,
             "host_memory": None if host_memory is None else needed_on_host(host_memory, prediction, device),
             "time": prediction.total_time,
             "step_time": step_time,
-            "epoch_time": step_time.scaled(steps_per_epoch or 0) if trains_epochs else None,
+            "epoch_time": None if infers or steps_per_epoch is None else step_time.scaled(steps_per_epoch),
             "latency": step_time if infers else None,
             "energy": prediction.energy if infers else None,
             "cost": None if self.price_per_hour is None else prediction.cost(self.price_per_hour),

@@ -249,7 +249,7 @@ class Guard:
                 raise found
             traced = self.trace(found).content_hash
         except Exception:  # the verdict says why
-            return _key_of_params(params)
+            return key_of_params(params)
         if isinstance(found, CapturedTrial):
             traced += "".join(phase.content_hash for phase in found.phases.values())
             if found.host_memory is not None and "host_memory" in self.budget.most:  # it differs a little from dry run to dry run
@@ -729,7 +729,7 @@ class Guard:
         self._tuning = None
 
 
-def _key_of_params(params: Mapping[str, Any]) -> str:
+def key_of_params(params: Mapping[str, Any]) -> str:
     """A text that is equal for equal hyperparameters, in any order of their names."""
     try:
         # Pickled where JSON does not know it: an array, whose repr leaves things out, or an object.

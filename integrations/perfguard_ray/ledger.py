@@ -16,7 +16,7 @@ from ray.tune.utils import flatten_dict
 
 from perfguard.capture import DryRuns
 from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.guard import Guard
+from perfguard.guard import Guard, key_of_params
 from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
 from perfguard.rejections import Search
@@ -143,7 +143,7 @@ class Ledger:
         if runs_anyway:
             return _entry(decide(), config)
         # One that is proposed again is not known by what it has shown.
-        search, key = self.search, self.guard.key_of(CaptureError() if seen else found, config)
+        search, key = self.search, key_of_params(config) if seen else self.guard.key_of(found, config)
         known = search.recall(key, self.guard)
         if known is not None:
             self.num_repeated += 1

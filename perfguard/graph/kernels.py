@@ -2,7 +2,7 @@
 
 On meta tensors PyTorch decomposes what a GPU runs as one fused kernel: attention, dropout, recurrent layers, RMSNorm,
 half-precision softmax. Autocast does nothing at all. :class:`DevicePaths` sits above autograd and replaces each such call with
-the one that the target would make, so autograd saves for the backward pass what it would save there. Where PyTorch has no
+the one that the target would make. So autograd saves for the backward pass what it would save there. Where PyTorch has no
 operator with a meta kernel, one of our own stands for it. The parts, in order:
 
     Target            the properties of a device that decide
@@ -248,7 +248,7 @@ def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> boo
 def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple[torch.Tensor, ...]:
     """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, in either of their forms (padded, packed), as cuDNN runs it.
 
-    cuDNN's workspace is seldom less than what is counted: in the middle of 88 layers on an H100 it is twice that, and many times
+    cuDNN's workspace is seldom less than what is counted. In the middle of 88 layers on an H100 it is twice that, and many times
     that where there are few units (`benchmarks/cudnn_bytes.py`).
     """
     packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
@@ -261,9 +261,12 @@ def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple
     length = args[0].numel() if packed else positions // hx.shape[1]  # that of the longest sequence
     # Steps that wait for one another. cuDNN runs the layers as a diagonal wavefront, and both directions of a layer at once
     # (Appleyard et al. 2016, arXiv 1604.01946, section 3.3). A layer that reads both directions waits for the end of both.
-    num_steps = length * num_layers if bidirectional else length + num_layers - 1
     if on_cpu:
         num_steps = length * num_layers * num_directions
+    elif bidirectional:
+        num_steps = length * num_layers
+    else:
+        num_steps = length + num_layers - 1
     beside_gates = 3.3 if bidirectional else 1
     of_units = int((_GATES[kind] + beside_gates) * positions * width * num_directions)
     num_workspace = 0 if on_cpu else of_units + 3 * input.numel() + sum(weight.numel() for weight in weights)

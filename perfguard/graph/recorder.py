@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or not (is_meta(gradient) and is_meta(other)):
             return False
         references = _references(gradient)
-        if self._is_calibrating:
+        if self._is_calibrating:  # here, because Python counts its references by the calls that hold them
             self._alone = references
         is_alone = references is not None and references == self._alone
         return is_alone and gradient.shape == other.shape and bool(aten.is_non_overlapping_and_dense.default(gradient))
