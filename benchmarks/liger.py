@@ -5,6 +5,7 @@
 
 Each row is a dry run of Liger's own script, the first that knows the module, with three rounds where the script has ten or more.
 Its clock does not see the host where launches are ahead of the GPU, and a prediction does. So times below 2 ms are left out.
+Needs liger-kernel and triton.
 """
 
 from __future__ import annotations
