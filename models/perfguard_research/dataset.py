@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import math
 import os
@@ -226,12 +227,22 @@ def _prepare_worker() -> None:
     warnings.simplefilter("ignore")
 
 
+@functools.cache
+def code_of(*packages: str) -> bytes:
+    """A digest of all code of ``packages``. What they made is kept under it, so that no other code's work is read."""
+    digest = hashlib.sha256()
+    for package in packages:
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        digest.update(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+    return digest.digest()
+
+
 def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[OpGraph | str, list[MeasuredRow]]]:
     """Yield each graph of one network, or the reason why there is none, with its rows. They are traced once."""
     if isinstance(rows[0].network, Operator):  # written down, not traced
         yield from ((row.graph(None, TraceCache(), row.device), [row]) for row in rows)
         return
-    what = "3", rows[0].structure, sorted({_member(row) for row in rows})  # 3: the format of archives
+    what = code_of("perfguard.graph"), rows[0].structure, sorted({_member(row) for row in rows})
     path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
     if not path.is_file():
         _trace(rows, path)

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from perfguard.exceptions import PredictorError
 from perfguard_models.calibration import Calibration
 from perfguard_models.learner import FORMAT, Learner, State, columns_of
-from perfguard_research.dataset import Run
+from perfguard_research.dataset import Run, code_of
 
 WEIGHTS = Path(__file__).parent / "weights"
 """The folder of the shipped weights."""
@@ -75,9 +75,7 @@ def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> 
     digest = hashlib.sha256(repr((name, sorted(settings.items()))).encode())
     for run in runs:
         digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())
-    for package in ("perfguard_models", "perfguard_research"):
-        folder = Path(str(importlib.import_module(package).__file__)).parent
-        digest.update(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+    digest.update(code_of("perfguard.graph", "perfguard_models", "perfguard_research"))
     return digest.hexdigest()
 
 

@@ -101,6 +101,19 @@ def test_what_was_traced_is_found_again(
 
 
 @needs_timm
+def test_what_other_code_traced_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "source": "ours", "model": "resnet10t", "family": "resnet", "mode": "infer", "gpu": "rtx3090", "precision": "fp32",
+        "layout": "nchw", "batch_size": 2, "img_size": 64, "step_time_ms": 5.0, "peak_memory_mib": "", "status": "ok",
+    }  # fmt: skip
+    table = write(tmp_path / "t.csv", [row])
+    for code in (b"yesterday's", b"yesterday's", b"today's"):
+        monkeypatch.setattr(module, "code_of", lambda package, code=code: code)
+        assert len(dataset_of([table], [SUMS], cache=tmp_path, jobs=1).runs) == 1
+    assert len(list((tmp_path / "graphs").glob("*.zip"))) == 2
+
+
+@needs_timm
 def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
     for run in dataset.runs:
         for name, values in run.view.items():
