@@ -27,8 +27,8 @@ class PerfGuardPruner(HyperbandPruner):
 
     Three ways to use it:
 
-    1. ``perfguard_optuna.create_study().optimize(objective, n_trials=100, pruner=PerfGuardPruner(gpu="a100", build=build))``:
-       the objective stays as it is. A trial is judged when it has suggested all parameters that ``build`` reads.
+    1. ``perfguard_optuna.create_study().optimize(objective, n_trials=100, pruner=PerfGuardPruner(gpu="a100"))``: the objective
+       stays as it is. A dry run of it shows what a trial runs.
     2. ``optuna.create_study(pruner=PerfGuardPruner(gpu="a100", build=build))``. The objective calls
        ``if trial.should_prune(): raise optuna.TrialPruned()`` after the last suggestion, before anything is allocated.
     3. Without ``build``: the objective has ``with pruner.trial(trial, model, batch, optimizer=...) as run: ...`` around the
@@ -41,8 +41,9 @@ class PerfGuardPruner(HyperbandPruner):
 
     Args:
         gpu: the device. A catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
-        build: ``build(params) -> Workload``, a function of the hyperparameters. None: ``objective.build`` if there is one.
-            Without either, only trials whose objective calls :meth:`trial` with a model are judged.
+        build: ``build(params) -> Workload``, a function of the hyperparameters, in the place of a dry run. A trial is judged when
+            it has suggested what ``build`` reads. None: ``objective.build`` if there is one. Without either, a plain study judges
+            only trials whose objective calls :meth:`trial` with a model.
         inner: Another pruner. It decides during the trial, for instance ``HyperbandPruner()``.
         guard: An :class:`OptunaGuard` to share. It excludes all other settings but ``inner``.
         settings: The other arguments of :class:`OptunaGuard`, such as ``memory_budget``, ``time_budget``, ``risk`` and ``log``.

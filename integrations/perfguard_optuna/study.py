@@ -69,10 +69,15 @@ class GuardedStudy(optuna.Study):
             count: What ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". What a
                 PerfGuardSampler rejects by itself never counts. After 300 proposals in a row that do not fit, the study ends
                 with a NothingFeasibleWarning.
+
+        Raises:
+            ConfigurationError: if ``pruner`` is no pruner, or for another ``count``.
         """
         if count not in ("launched", "proposed"):
             raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
         if pruner is not None:
+            if not isinstance(pruner, BasePruner):  # else every trial would run unguarded
+                raise ConfigurationError(f'pruner must be a pruner, such as PerfGuardPruner(gpu="a100"), but got {pruner!r}.')
             self.pruner = pruner
         callbacks = list(callbacks or ())
         if not isinstance(self.pruner, PerfGuardPruner):

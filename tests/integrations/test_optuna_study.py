@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import perfguard_optuna
 from perfguard import Workload
-from perfguard.exceptions import UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, load_study, record_of
 from tests.doubles import ReplayPredictor
 from tests.integrations.one_layer import (
@@ -111,6 +111,15 @@ def test_another_pruner_works_as_ever() -> None:
     study.optimize(objective, n_trials=2, count="proposed", pruner=optuna.pruners.NopPruner())
     assert states(study) == [COMPLETE, COMPLETE]
     assert isinstance(study.pruner, optuna.pruners.NopPruner)
+
+
+@pytest.mark.parametrize("pruner", [PerfGuardPruner, "a100"])
+def test_what_is_no_pruner_is_an_error(pruner: Any) -> None:
+    """Optuna takes anything, and so every trial would run unguarded without a word."""
+    study = study_of(SMALL)
+    with pytest.raises(ConfigurationError, match="pruner must be a pruner, such as PerfGuardPruner"):
+        study.optimize(objective, n_trials=1, pruner=pruner)
+    assert states(study) == [TrialState.WAITING]
 
 
 def test_trial_ends_at_the_deciding_suggestion() -> None:
