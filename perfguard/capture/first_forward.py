@@ -38,6 +38,7 @@ from perfguard.capture.loaders import batches_given
 from perfguard.capture.sandbox import leave_files, leave_shared_memory
 from perfguard.capture.trial import Watch, watching
 from perfguard.exceptions import CaptureError
+from perfguard.measure.run import status_of
 from perfguard.pytorch import objects_of
 from perfguard.workload import CapturedTrial
 
@@ -114,7 +115,7 @@ class FirstForward:
         self._hooks.close()
         if error is None and self._ended is not None:
             raise self._ended
-        if not self._is_judged and error is None:
+        if not self._is_judged and status_of(error) in ("ok", "oom"):  # any other error has a reason of its own
             self._say(self._problem)
 
     def _is_looking(self) -> bool:

@@ -452,6 +452,19 @@ def test_trial_that_ends_before_its_training_begins_says_so() -> None:
     ]  # fmt: skip
 
 
+def test_trial_out_of_memory_without_a_verdict_says_why_it_had_none() -> None:
+    """Such a trial is what the guard is for, so the cause must not be lost."""
+
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_categorical("width", [8])
+        raise MemoryError("can't allocate memory")
+
+    with pytest.warns(UnguardedTrialWarning, match="with MemoryError: can't allocate memory"):
+        trials = run_guarded(objective)
+    assert [trial.state for trial in trials] == [TrialState.PRUNED, TrialState.PRUNED]
+    assert all("with MemoryError" in record_of(trial).verdict.unjudged for trial in trials)  # type: ignore[union-attr]
+
+
 # --- Steps that a dry run does not see ------------------------------------------------------------------------------------------
 
 

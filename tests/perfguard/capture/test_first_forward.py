@@ -280,3 +280,10 @@ def test_a_trial_that_fails_before_is_not_judged() -> None:
     with pytest.raises(ValueError, match="its own"), FirstForward(CPU, found.append, lambda: None, problem=CaptureError("why")):
         raise ValueError("its own")
     assert not found
+
+
+def test_a_trial_out_of_memory_before_its_first_step_says_why_it_was_launched() -> None:
+    found: list[Any] = []
+    with pytest.raises(MemoryError), FirstForward(CPU, found.append, lambda: None, problem=CaptureError("why")):
+        raise MemoryError
+    assert [str(error) for error in found] == ["why"]
