@@ -461,7 +461,7 @@ class KnownTrial:
             return
         build = self.owner.build
         if state != TrialState.COMPLETE:
-            how = {TrialState.FAIL: "failed", TrialState.PRUNED: "pruned itself"}.get(state, "ended")
+            how = {TrialState.FAIL: "failed or was interrupted", TrialState.PRUNED: "pruned itself"}.get(state, "ended")
             self._write_unjudged(f"it {how} before PerfGuard could judge it.")
         elif build is None or self.missing or self.error is not None:
             self.report_unjudged(build)
