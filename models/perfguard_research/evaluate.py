@@ -22,20 +22,13 @@ from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.predictor import Estimate, Prediction, Predictor
-from perfguard_research.tables import MIB, MeasuredRow, MemoryKind, kind_of_table, parser_of
+from perfguard_research.tables import MIB, MeasuredRow, MemoryKind, parser_of
 
-_MEMORY = ("pred_peak_memory_mib", "pred_memory_low_mib", "pred_memory_high_mib", "p_oom")
-_TIME = ("pred_step_time_ms", "pred_time_low_ms", "pred_time_high_ms")
-_LATENCY = ("pred_latency_ms", "pred_latency_low_ms", "pred_latency_high_ms")
-_UTILISATION = ("pred_gpu_util", "pred_sm_active")
-
-
-def predicted_columns(columns: Sequence[str]) -> tuple[str, ...]:
-    """The columns that an evaluation adds to a table that has ``columns``."""
-    kind = kind_of_table(columns)
-    if kind == "operator":
-        return *_LATENCY, "error"
-    return *_MEMORY, *_TIME, *(_UTILISATION if kind in ("collected", "perceptron") else ()), "error"
+PREDICTED = (
+    "pred_peak_memory_mib", "pred_memory_low_mib", "pred_memory_high_mib", "p_oom",
+    "pred_step_time_ms", "pred_time_low_ms", "pred_time_high_ms", "error",
+)  # fmt: skip
+"""The columns that an evaluation adds to a table."""
 
 
 class Evaluated(NamedTuple):
@@ -49,21 +42,14 @@ class Evaluated(NamedTuple):
     error: str = ""
 
     def columns(self) -> dict[str, str]:
-        """Columns that can be added to a row of any table."""
+        """The row's PREDICTED; of a row without a prediction the error alone."""
         if self.prediction is None or self.device is None or self.memory is None:
             return {"error": self.error}
-        time = self.prediction.step_time
-        times = [bound * 1e3 for bound in (time.median, *time.interval())]
-        values = [
-            *(bound / MIB for bound in (self.memory.median, *self.memory.interval())),
-            self.prediction.p_oom(self.device.memory_bytes),
-            *times,
-            *times,
-            None if self.prediction.gpu_util is None else self.prediction.gpu_util * 100,
-            self.prediction.sm_active,
-        ]
-        names = (*_MEMORY, *_TIME, *_LATENCY, *_UTILISATION)
-        return {name: "" if value is None else f"{value:.6g}" for name, value in zip(names, values, strict=True)} | {"error": ""}
+        memory, time = self.memory, self.prediction.step_time
+        values = [bound / MIB for bound in (memory.median, *memory.interval())]
+        values.append(self.prediction.p_oom(self.device.memory_bytes))
+        values += [bound * 1e3 for bound in (time.median, *time.interval())]
+        return dict(zip(PREDICTED, (*(f"{value:.6g}" for value in values), ""), strict=True))
 
 
 def evaluate(
@@ -163,7 +149,6 @@ def report(results: Sequence[Evaluated]) -> list[dict[str, Any]]:
 def _group_report(source: str, mode: str, gpu: str, group: Sequence[Evaluated]) -> dict[str, Any]:
     memory: list[tuple[float, Estimate]] = []
     time: list[tuple[float, Estimate]] = []
-    utilisation: list[float] = []
     pruned: dict[str, list[bool]] = {"ok": [], "oom": []}
     for row, prediction, own_memory, device, _ in group:
         if row is None or prediction is None or device is None or own_memory is None:
@@ -174,9 +159,6 @@ def _group_report(source: str, mode: str, gpu: str, group: Sequence[Evaluated]) 
             memory.append((row.memory_bytes, own_memory))
         if row.status == "ok" and row.step_time_s is not None:
             time.append((row.step_time_s, prediction.step_time))
-        if row.gpu_util and prediction.gpu_util is not None:
-            utilisation.append(abs(prediction.gpu_util / row.gpu_util - 1))
-    shares = {"mean": statistics.fmean(utilisation), "median": statistics.median(utilisation)} if utilisation else {}
     return {
         "source": source,
         "mode": mode,
@@ -185,7 +167,6 @@ def _group_report(source: str, mode: str, gpu: str, group: Sequence[Evaluated]) 
         "errors": sum(bool(result.error) for result in group),
         "memory": score(memory),
         "time": score(time),
-        "gpu_util": {"rows": len(utilisation), **shares} if utilisation else None,
         "oom_rows": len(pruned["oom"]),
         "oom_caught": statistics.fmean(pruned["oom"]) if pruned["oom"] else None,
         "fitting_pruned": statistics.fmean(pruned["ok"]) if pruned["ok"] else None,
@@ -194,8 +175,8 @@ def _group_report(source: str, mode: str, gpu: str, group: Sequence[Evaluated]) 
 
 def with_predictions(columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]) -> str:
     """The table as CSV, with the predicted columns after its own."""
-    predicted = pd.DataFrame([result.columns() for result in results]).reindex(columns=predicted_columns(columns))
-    own = pd.DataFrame(rows, columns=columns).drop(columns=predicted.columns, errors="ignore")
+    predicted = pd.DataFrame([result.columns() for result in results], columns=PREDICTED)
+    own = pd.DataFrame(rows, columns=columns).drop(columns=[*PREDICTED], errors="ignore")
     return str(own.join(predicted).to_csv(index=False))
 
 
@@ -205,17 +186,16 @@ def as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
     def score(score: Mapping[str, float] | None) -> str:
         if score is None:
             return "-"
-        text = f"{score['mean']:.1%} / {score['median']:.1%}"
-        return text if "p90" not in score else f"{text} / {score['p90']:.1%}, {score['coverage']:.0%}"
+        return f"{score['mean']:.1%} / {score['median']:.1%} / {score['p90']:.1%}, {score['coverage']:.0%}"
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
     table = Table(title=f"{predictor}: mean / median / 90th percentile of the relative error, coverage of the 90% interval")
-    for heading in ("source", "mode", "gpu", "rows", "memory", "time", "GPU utilisation", "OOM caught", "fitting pruned"):
+    for heading in ("source", "mode", "gpu", "rows", "memory", "time", "OOM caught", "fitting pruned"):
         table.add_column(heading, justify="left" if heading in ("source", "mode", "gpu") else "right")
     for group in groups:
-        cells = [*(score(group[name]) for name in ("memory", "time", "gpu_util")), share(group["oom_caught"])]
         named = (escape(group[name]) for name in ("source", "mode", "gpu"))
-        table.add_row(*named, str(group["rows"]), *cells, share(group["fitting_pruned"]))
+        cells = score(group["memory"]), score(group["time"]), share(group["oom_caught"]), share(group["fitting_pruned"])
+        table.add_row(*named, str(group["rows"]), *cells)
     return table

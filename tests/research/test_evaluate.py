@@ -18,7 +18,7 @@ from perfguard.exceptions import TableError
 from perfguard.predictor import Estimate
 from perfguard_research import networks
 from perfguard_research.csv_rows import read_table
-from perfguard_research.evaluate import evaluate, predicted_columns, report
+from perfguard_research.evaluate import PREDICTED, evaluate, report
 from tests.doubles import ReplayPredictor
 from tests.rows import write
 
@@ -30,7 +30,6 @@ ROW = {
 
 
 COLUMNS = list(ROW)
-PREDICTED = predicted_columns(COLUMNS)
 
 
 class Tiny(nn.Module):
