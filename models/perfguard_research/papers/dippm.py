@@ -32,19 +32,6 @@ _LAYERS = 2
 _COUNTED = [KIND_INDEX[kind] for kind in ("conv", "matmul", "activation")]
 
 
-class DIPPM(GraphLearner):
-    """PMGNS with Huber loss."""
-
-    name = "dippm"
-    mode = "infer"
-
-    def make_network(self, hidden: int) -> nn.Module:
-        return _PMGNS(hidden, len(self.targets))
-
-    def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.huber_loss(predicted, labels)
-
-
 class _PMGNS(nn.Module):
     def __init__(self, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -69,3 +56,12 @@ class _PMGNS(nn.Module):
             z = self.dropout(torch.relu(layer(z)))
         out: torch.Tensor = self.out(z)
         return out
+
+
+class DIPPM(GraphLearner):
+    """PMGNS with Huber loss."""
+
+    name = "dippm"
+    mode = "infer"
+    network_class = _PMGNS
+    loss = nn.HuberLoss()

@@ -37,18 +37,6 @@ _OF_EDGE = [GLOBAL_COLUMNS.index("device_bandwidth")]
 _OF_CONFIGURATION = [GLOBAL_COLUMNS.index(name) for name in ("optimizer_states", "half", "nhwc", "compiled")]
 
 
-class DNNPerf(GraphLearner):
-    """DNNPerf's features and network; min-max scaling, sum readout, MSE."""
-
-    name = "dnnperf"
-    views = (WHOLE_STEP,)
-    mode = "train"
-    scaling = "minmax"
-
-    def make_network(self, hidden: int) -> nn.Module:
-        return _Network(hidden, len(self.targets))
-
-
 class _Network(nn.Module):
     def __init__(self, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -89,3 +77,13 @@ class NodeEdgeEncoder(nn.Module):
         weight = torch.softmax(self.coefficient * e, dim=1) * e.shape[1]  # over the features
         gathered = scatter(weight * local[source], target, dim=0, dim_size=len(h), reduce="sum")
         return nn.functional.leaky_relu(gathered + local, _SLOPE), e
+
+
+class DNNPerf(GraphLearner):
+    """DNNPerf's features and network; min-max scaling, sum readout, MSE."""
+
+    name = "dnnperf"
+    views = (WHOLE_STEP,)
+    mode = "train"
+    scaling = "minmax"
+    network_class = _Network

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -44,7 +43,7 @@ def kinds_of(graphs: Data, number: int = NUM_KINDS) -> torch.Tensor:
     return nn.functional.one_hot(graphs.kind, number).float()
 
 
-class GraphLearner(ABC):
+class GraphLearner:
     """A graph network on the features of a paper. Subclasses say which one.
 
     Args:
@@ -56,6 +55,13 @@ class GraphLearner(ABC):
     """
 
     name: ClassVar[str]
+    network_class: ClassVar[type[nn.Module]]
+    """Makes the network of so many channels and outputs: a batch of B graphs with n operators and m tensors → (B, outputs).
+
+    The batch has ``edge_index`` (2, m) and ``batch`` (n,) as PyG writes them, ``kind`` (n,), the scaled features ``nodes``
+    (n, columns), ``edges`` (m, columns) and ``globals`` (B, columns), and ``kernel_index`` (n,): which kernel an operator runs
+    in. Where the learner does not read KERNELS, each operator is one.
+    """
     views: ClassVar[tuple[FeatureSet, ...]] = (LAYERS,)
     tables: ClassVar[tuple[str, ...]] = STEPS
     targets: ClassVar[tuple[str, ...]] = ("memory", "time")
@@ -65,6 +71,8 @@ class GraphLearner(ABC):
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
     scales_labels: ClassVar[bool] = True
     """False: labels are only centred, so that a sum of parts stays one."""
+    loss: ClassVar[nn.Module] = nn.MSELoss()
+    """Of one target: predicted and measured, both (n,)."""
 
     def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
@@ -73,19 +81,6 @@ class GraphLearner(ABC):
         """Mean, scale, and scaled minimum and maximum of each target; NaN: no labels."""
         self._labels[1], self._labels[2:] = 1, math.nan
         self._network: nn.Module | None = None
-
-    @abstractmethod
-    def make_network(self, hidden: int) -> nn.Module:
-        """The network: a batch of B graphs with n operators and m tensors → standardised targets, shape (B, len(targets)).
-
-        The batch has ``edge_index`` (2, m) and ``batch`` (n,) as PyG writes them, ``kind`` (n,), the scaled features ``nodes``
-        (n, columns), ``edges`` (m, columns) and ``globals`` (B, columns), and ``kernel_index`` (n,): which kernel an operator
-        runs in. Where the learner does not read KERNELS, each operator is one.
-        """
-
-    def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of one target, predicted and measured, both (n,)."""
-        return nn.functional.mse_loss(predicted, labels)
 
     def backward(self, losses: Sequence[torch.Tensor], network: nn.Module) -> None:
         """Gradients of the sum of the targets' losses."""
@@ -108,7 +103,7 @@ class GraphLearner(ABC):
         every, seed = list(range(len(runs))), self.settings["seed"]
         parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
-        network = self._network = self.make_network(self.settings["hidden"])
+        network = self._network = self.network_class(self.settings["hidden"], len(self.targets))
         optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
         epochs, best, kept, best_epoch = self.settings["epochs"], math.inf, network.state_dict(), 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
@@ -162,7 +157,7 @@ class GraphLearner(ABC):
             for prefix in ("network.", "scale.")
         )
         made._labels = tensors["labels"]
-        made._network = made.make_network(settings["hidden"])
+        made._network = cls.network_class(settings["hidden"], len(cls.targets))
         made._network.load_state_dict(network)
         return made
 

@@ -32,27 +32,11 @@ from perfguard_research.papers.layers import KERNELS, LAYERS, NODE_COLUMNS
 _OF_LAYER = [NODE_COLUMNS.index(name) for name in ("input_bytes", "output_bytes", "weight_bytes", "flops")]
 
 
-class Lilou(GraphLearner):
-    """Latency as a sum over kernels. Root mean squared error."""
-
-    name = "lilou"
-    views = (LAYERS, KERNELS)
-    targets = ("time",)
-    mode = "infer"
-    scales_labels = False
-
-    def make_network(self, hidden: int) -> nn.Module:
-        return _Latency(hidden)
-
-    def loss(self, predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(predicted, labels).add(1e-9).sqrt()
-
-
 class _Latency(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, outputs: int) -> None:
         super().__init__()
         self.blocks = KernelBlocks(NUM_KINDS + len(_OF_LAYER) + NUM_GLOBAL, hidden)
-        self.latency = nn.Linear(hidden, 1)
+        self.latency = nn.Linear(hidden, outputs)
         # A kernel starts as one of e^5 equal ones. GraphSizeNorm takes a kernel of many operators to the bias. If that is near 0,
         # the latency of a whole network, these kernels take all of the sum, and all of its gradient.
         nn.init.zeros_(self.latency.weight)
@@ -67,3 +51,20 @@ class _Latency(nn.Module):
         network = scatter(graphs.batch, kernel, dim_size=len(names), reduce="max")
         total: torch.Tensor = scatter(latency, network, dim_size=len(graphs.globals), reduce="sum")
         return total.log()[:, None]
+
+
+class _RootMSELoss(nn.MSELoss):
+    def forward(self, predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+        return super().forward(predicted, measured).add(1e-9).sqrt()
+
+
+class Lilou(GraphLearner):
+    """Latency as a sum over kernels."""
+
+    name = "lilou"
+    views = (LAYERS, KERNELS)
+    targets = ("time",)
+    mode = "infer"
+    scales_labels = False
+    network_class = _Latency
+    loss = _RootMSELoss()

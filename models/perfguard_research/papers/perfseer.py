@@ -43,67 +43,10 @@ _LABELLED = NUM_KINDS + NUM_GLOBAL - DEVICE_COLUMNS.start
 _UTILISATION = ("gpu_util", "sm_active")
 
 
-class PerfSeer(GraphLearner):
-    """SeerNet-Multi: MSE, PCGrad between the quantities."""
-
-    name = "perfseer"
-    tables = (*STEPS, "perceptron")
-    targets = QUANTITIES
-
-    def make_network(self, hidden: int) -> nn.Module:
-        return _SeerNetMulti(hidden, len(self.targets))
-
-    def features(self, view: Arrays) -> tuple[npt.NDArray[np.float32], ...]:
-        """The paper's, with what it computes from FLOPs and bytes: v^m, v^a, v^p, and u^gp, u^c, u^m, u^a."""
-        nodes, edges, facts = view["nodes"], view["edges"], view["globals"]
-        number, arcs = len(nodes), len(edges)
-        costs = np.stack([nodes[:, _FLOPS], nodes[:, _SIZES].sum(1), nodes[:, _WEIGHTS]])  # FLOPs, memory access, weights
-        totals = costs.sum(1)
-        intensity = costs[0] / np.maximum(costs[1], 1)
-        proportions = costs / np.maximum(totals, 1)[:, None]
-        statistics = np.stack([totals, costs.mean(1), np.median(costs, axis=1), costs.max(1)])
-        delivered = edges[:, 0].mean() if arcs else 0
-        density = 100 * arcs / max(number * (number - 1), 1)
-        of_model = [number, arcs, density, *statistics.ravel(), delivered, totals[0] / max(totals[1], 1)]
-        return (
-            np.column_stack([nodes, costs[1], intensity, proportions.T]),
-            edges,
-            np.concatenate([facts, np.array(of_model, dtype=np.float32)]),
-        )
-
-    def backward(self, losses: Sequence[torch.Tensor], network: nn.Module) -> None:
-        pcgrad(losses, [p for p in network.parameters() if p.requires_grad])
-
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        # Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED).
-        rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
-        self._scale["labelled"] = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
-        super().fit(runs, on_epoch=on_epoch)
-
-    def predict(self, runs: Sequence[Example]) -> Predicted:
-        found = super().predict(runs)
-        kinds, devices = self._scale["labelled"].split([NUM_KINDS, _LABELLED - NUM_KINDS], dim=1)
-        for at, run in enumerate(runs):
-            own_kinds, own_device = torch.tensor(_kinds_and_device(run)).split([NUM_KINDS, _LABELLED - NUM_KINDS])
-            if not ((kinds >= own_kinds).all(1) & (devices == own_device).all(1)).any():
-                for target in _UTILISATION:
-                    found[target][at] = math.nan
-        return found
-
-
-def _kinds_and_device(run: Example) -> tuple[float, ...]:
-    kinds = np.bincount(run.view["kind"], minlength=NUM_KINDS) > 0
-    return (*kinds.astype(float).tolist(), *run.view["globals"][DEVICE_COLUMNS].tolist())
-
-
 def pcgrad(losses: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
     """Gradient surgery (Yu et al. 2020, algorithm 1): each task's gradient loses what points against another's."""
-    gradients = []
-    for loss in losses:
-        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        gradients.append(
-            torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for g, p in zip(found, parameters, strict=True)])
-        )
+    every = (torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses)
+    gradients = [nn.utils.parameters_to_vector(own) for own in every]
     total = torch.zeros_like(gradients[0])
     for index, own in enumerate(gradients):
         projected = own.clone()
@@ -161,3 +104,54 @@ class _SeerBlock(nn.Module):
 
 def _mlp(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
+
+
+class PerfSeer(GraphLearner):
+    """SeerNet-Multi: MSE, PCGrad between the quantities."""
+
+    name = "perfseer"
+    tables = (*STEPS, "perceptron")
+    targets = QUANTITIES
+    network_class = _SeerNetMulti
+
+    def features(self, view: Arrays) -> tuple[npt.NDArray[np.float32], ...]:
+        """The paper's, with what it computes from FLOPs and bytes: v^m, v^a, v^p, and u^gp, u^c, u^m, u^a."""
+        nodes, edges, facts = view["nodes"], view["edges"], view["globals"]
+        number, arcs = len(nodes), len(edges)
+        costs = np.stack([nodes[:, _FLOPS], nodes[:, _SIZES].sum(1), nodes[:, _WEIGHTS]])  # FLOPs, memory access, weights
+        totals = costs.sum(1)
+        intensity = costs[0] / np.maximum(costs[1], 1)
+        proportions = costs / np.maximum(totals, 1)[:, None]
+        statistics = np.stack([totals, costs.mean(1), np.median(costs, axis=1), costs.max(1)])
+        delivered = edges[:, 0].mean() if arcs else 0
+        density = 100 * arcs / max(number * (number - 1), 1)
+        of_model = [number, arcs, density, *statistics.ravel(), delivered, totals[0] / max(totals[1], 1)]
+        return (
+            np.column_stack([nodes, costs[1], intensity, proportions.T]),
+            edges,
+            np.concatenate([facts, np.array(of_model, dtype=np.float32)]),
+        )
+
+    def backward(self, losses: Sequence[torch.Tensor], network: nn.Module) -> None:
+        pcgrad(losses, [p for p in network.parameters() if p.requires_grad])
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        # Kinds of operators (0 or 1) and features of the device of the runs with utilisation. Shape: (rows, _LABELLED).
+        rows = {_kinds_and_device(run) for run in runs if not run.labels.keys().isdisjoint(_UTILISATION)}
+        self._scale["labelled"] = torch.tensor(sorted(rows)).reshape(len(rows), _LABELLED)
+        super().fit(runs, on_epoch=on_epoch)
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        found = super().predict(runs)
+        kinds, devices = self._scale["labelled"].split([NUM_KINDS, _LABELLED - NUM_KINDS], dim=1)
+        for at, run in enumerate(runs):
+            own_kinds, own_device = torch.tensor(_kinds_and_device(run)).split([NUM_KINDS, _LABELLED - NUM_KINDS])
+            if not ((kinds >= own_kinds).all(1) & (devices == own_device).all(1)).any():
+                for target in _UTILISATION:
+                    found[target][at] = math.nan
+        return found
+
+
+def _kinds_and_device(run: Example) -> tuple[float, ...]:
+    kinds = np.bincount(run.view["kind"], minlength=NUM_KINDS) > 0
+    return (*kinds.astype(float).tolist(), *run.view["globals"][DEVICE_COLUMNS].tolist())
