@@ -171,7 +171,7 @@ def agreement(paths: Sequence[Path]) -> list[list[str]]:
             ends = (kernel[row.graph.edges] for row, kernel in zip(own, found, strict=True))
             score = score_of(np.concatenate([first == second for first, second in ends]), np.concatenate(labels))
             ratio = statistics.median(len(set(kernel.tolist())) / number for kernel, number in zip(found, real, strict=True))
-            shares = (f"{share:.1%}" for share in (score.precision, score.recall, score.accuracy))
+            shares = (f"{share:.1%}" for share in (score["precision"], score["recall"], score["accuracy"]))
             lines.append([name, compiler, str(len(own)), *shares, f"{ratio:.2f}"])
     return lines
 

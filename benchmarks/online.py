@@ -252,7 +252,7 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Fit
             "trained_devices": sorted({run.gpu for run in seen}),
             "timed": sorted({run.setting.timed_as for run in seen if "time" in run.labels}),
         }
-        write_trained(place, name, learner, card, Calibration(calibration.floor, scale))
+        write_trained(place, learner, card, Calibration(calibration.floor, scale))
     return read_weights(place)
 
 

@@ -102,6 +102,8 @@ def collect(words: Sequence[str]) -> None:
 
 def train(words: Sequence[str]) -> None:
     """Train one predictor on tables, and write its weights and its card."""
+    from perfguard_models.step_time import StepTime
+    from perfguard_research.dataset import dataset_of
     from perfguard_research.train import train_and_write
 
     parser = argparse.ArgumentParser(prog="perfguard train", description="Train a predictor on tables of measured runs.")
@@ -110,19 +112,26 @@ def train(words: Sequence[str]) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
     _add_common(parser, splits="family,source,gpu")
     arguments = parser.parse_args(words)
-    learner_class(arguments.predictor)
     splits, settings = _splits(arguments), _settings(arguments.set)
+    try:
+        learner = learner_class(arguments.predictor)(**settings)
+    except TypeError as error:
+        raise ConfigurationError(f"{arguments.predictor} does not take these settings: {error}") from error
     console = Console(stderr=True)
     with console.status(f"{arguments.predictor}: folds") as shown:
+        # Tracing takes most of the time, and `step-time` learns times alone.
+        only_timed = learner.name == StepTime.name
+        dataset = dataset_of(arguments.tables, learner.views, only_timed=only_timed, **_reading(arguments))
         written = train_and_write(
-            arguments.predictor,
+            learner,
             settings,
-            arguments.tables,
+            dataset,
             arguments.out,
             splits=splits,
             command=_command("train", words, arguments),
+            cache=arguments.cache,
+            jobs=arguments.jobs,
             on_epoch=lambda done, of, loss: shown.update(f"all rows: {done} of {of}, loss {loss:.4f}"),
-            **_reading(arguments),
         )
     console.print(written, markup=False, highlight=False)
 

@@ -41,12 +41,12 @@ class Trainable(Learner, Protocol):
         """The tensors and the settings (JSON), of which `from_state` makes the learner again."""
 
 
-def write_trained(out: Path, name: str, learner: Trainable, card: Mapping[str, Any], calibration: Calibration) -> None:
+def write_trained(out: Path, learner: Trainable, card: Mapping[str, Any], calibration: Calibration) -> None:
     """Write OUT.safetensors, and OUT.json: the card, with the hash that binds it to the tensors."""
     tensors, settings = learner.state()
     document = {
         "format": FORMAT,
-        "predictor": name,
+        "predictor": learner.name,
         "settings": dict(settings),
         "columns": columns_of(learner),
         "calibration": {"floor": dict(calibration.floor), "scale": dict(calibration.scale)},

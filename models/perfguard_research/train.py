@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from perfguard.exceptions import ConfigurationError, TableError
+from perfguard.exceptions import TableError
 from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.learner import CPU_PREFIX, Learner
 from perfguard_models.step_time import StepTime
-from perfguard_research.dataset import Run, dataset_of
+from perfguard_research.dataset import Dataset, Run
 from perfguard_research.intervals import calibrated, judged
 from perfguard_research.leaderboard import as_lists, entries, fit_scores, predictions_of
-from perfguard_research.learners import OnEpoch, learner_class, write_trained
+from perfguard_research.learners import OnEpoch, Trainable, write_trained
 
 _FEWEST_RUNS = 20
 _ON_NEW_GPUS = 4.0
@@ -28,57 +28,49 @@ _ON_NEW_GPUS = 4.0
 
 
 def train_and_write(
-    name: str,
+    learner: Trainable,
     settings: dict[str, Any],
-    tables: Sequence[Path],
+    dataset: Dataset,
     out: Path,
     *,
     splits: Sequence[str],
     command: str,
     cache: Path,
-    jobs: int = 2,
-    most_operators: int = 60_000,
-    most_runs: int | None = None,
-    on_epoch: OnEpoch = lambda done, of, loss: None,
+    jobs: int,
+    on_epoch: OnEpoch,
 ) -> str:
-    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs alone it is OUT/cpu-NAME, but not for step-time.
+    """Train and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs alone it is OUT/cpu-NAME, but not for step-time.
 
-    ``splits`` are those that it is evaluated on. The card says that ``command`` repeats the training.
+    Args:
+        learner: with these ``settings``, and not yet fitted.
+        settings: those that are not its defaults.
+        dataset: seen as the learner reads it.
+        out: a folder.
+        splits: those that it is evaluated on.
+        command: repeats the training, as the card says.
+        cache: a folder for finished folds.
+        jobs: number of processes.
+        on_epoch: called now and then while all rows are learnt.
 
     Returns:
         A sentence for a person.
 
     Raises:
-        TableError: if the tables leave too few rows, or have runs on a CPU and on GPUs.
-        ConfigurationError: for settings that the predictor does not have.
+        TableError: if there are too few rows, or runs on a CPU and on GPUs.
     """
-    kind = learner_class(name)
-    serves_all = name == StepTime.name  # both kinds of devices, and times alone
-    try:
-        learner = kind(**settings)
-    except TypeError as error:
-        raise ConfigurationError(f"{name} does not take these settings: {error}") from error
-    dataset = dataset_of(
-        tables,
-        kind.views,
-        cache=cache,
-        jobs=jobs,
-        most_operators=most_operators,
-        most_runs=most_runs,
-        only_timed=serves_all,
-    )
-    own = [run for run in dataset.runs if run.table in kind.tables]
+    name, runs = learner.name, dataset.runs
+    own = [run for run in runs if run.table in learner.tables]
     if len(own) < _FEWEST_RUNS:
-        known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
+        known = f"{name} learns from tables of these kinds: {', '.join(learner.tables)}."
         raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
     gpus = {run.gpu for run in own}
-    if "cpu" in gpus and len(gpus) > 1 and not serves_all:
+    is_for_cpus = "cpu" in gpus and name != StepTime.name  # which serves both kinds of devices
+    if is_for_cpus and len(gpus) > 1:
         raise TableError(
             f"These tables have runs on a CPU and on GPUs. The weights of {name} are for one of them: train them one after the "
             "other."
         )
-    stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus and not serves_all else name
-    runs = dataset.runs
+    path = out / f"{CPU_PREFIX if is_for_cpus else ''}{name}"
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
     learner.fit(own, on_epoch=on_epoch)
     held_out = [judged(runs, split, predictions) for (split, _), predictions in found.items()]
@@ -97,9 +89,9 @@ def train_and_write(
     if "gpu" not in splits:
         scale = {f"{what}/{NEW_GPU}": _ON_NEW_GPUS * value for what, value in calibration.scale.items() if "/" not in what}
         calibration = calibration._replace(scale={**scale, **calibration.scale})
-    write_trained(out / stem, name, learner, card, calibration)
-    size = (out / stem).with_suffix(".safetensors").stat().st_size
-    return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
+    write_trained(path, learner, card, calibration)
+    size = path.with_suffix(".safetensors").stat().st_size
+    return f"{path}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 
 
 def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:

@@ -65,7 +65,7 @@ def test_fusion_network_generalizes_to_longer_networks() -> None:
     model = fitted([labelled(depth) for depth in (1, 2, 3)] * 4, epochs=60)
     row = labelled(6)
     score = score_of(model.chances(row.graph, "inductor-cpu"), row.edge_labels())
-    assert (score.precision, score.recall, score.accuracy) == (1.0, 1.0, 1.0)
+    assert (score["precision"], score["recall"], score["accuracy"]) == (1.0, 1.0, 1.0)
 
 
 def test_labels_survive_a_truncated_line(tmp_path: Path) -> None:

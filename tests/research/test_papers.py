@@ -235,7 +235,7 @@ def weights(runs: list[Run], tmp_path: Path) -> Path:
     calibration = Calibration({"memory": 0.02, "time": 0.05}, {"memory": 1.5, "time": 1.5, f"time/{NEW_GPU}": 6.0})
     card = {"version": 1, "trained_devices": ["a100-pcie-40gb"]}
     learner = fitted("dippm", runs)
-    write_trained(tmp_path / "dippm", "dippm", learner, card, calibration)
+    write_trained(tmp_path / "dippm", learner, card, calibration)
     return tmp_path / "dippm"
 
 
@@ -259,7 +259,7 @@ def test_served_weights_predict_and_learn_an_offset(weights: Path, graphs: list[
 def test_paper_without_an_answer_uses_physics_unsurely(graphs: list[OpGraph], tmp_path: Path) -> None:
     card = {"version": 1, "trained_devices": []}
     learner = fitted("lilou", some_runs("lilou"), epochs=2)
-    write_trained(tmp_path / "lilou", "lilou", learner, card, Calibration({}, {}))
+    write_trained(tmp_path / "lilou", learner, card, Calibration({}, {}))
     prediction = served.load("lilou", tmp_path / "lilou").predict(graphs[0], resolve_device("a100"))
     assert prediction.peak_memory.median >= graphs[0].peak_live_bytes
     assert prediction.peak_memory.log_sigma == 1.0

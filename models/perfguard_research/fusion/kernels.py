@@ -233,13 +233,8 @@ def _judged(model: KernelModel, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _score_of(judged: pd.DataFrame) -> dict[str, float]:
-    means = {name: float(judged[name].mean()) for name in ("top1", "top5")}
-    return {
-        "rows": len(judged),
-        **means,
-        "mean_error": float(judged["error"].mean()),
-        "median_error": float(judged["error"].median()),
-    }
+    means = judged[["top1", "top5", "error"]].mean().rename({"error": "mean_error"})
+    return {"rows": len(judged), **means.to_dict(), "median_error": float(judged["error"].median())}
 
 
 def read_kernel_model(path: Path) -> KernelModel:

@@ -13,14 +13,14 @@ import argparse
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
+from sklearn.metrics import precision_score, recall_score
 from sklearn.model_selection import GroupKFold
 from torch import nn
 from torch_geometric.data import Batch
@@ -40,34 +40,24 @@ _LEARNING_RATE = 5e-3
 _LOWEST_CHANCE = 0.5
 
 
-class Score(NamedTuple):
-    """Score over edges with a known label."""
-
-    precision: float
-    recall: float
-    accuracy: float
-    edges: int
-
-
-def score_of(predicted: npt.NDArray[Any], labels: npt.NDArray[np.int8]) -> Score:
-    """Positive: fused. Shapes: (m,); labels of -1 do not count."""
-    known = labels >= 0
-    positive, true = predicted[known] > _LOWEST_CHANCE, labels[known] == 1
-    both = int((positive & true).sum())
-    return Score(both / max(int(positive.sum()), 1), both / max(int(true.sum()), 1), float((positive == true).mean()), len(true))
-
-
-def names_in(rows: Iterable[LabelledGraph]) -> list[str]:
-    """Operators that get an embedding of their own, without the mark of running in place."""
-    seen = Counter(op.name.rstrip("_") for row in rows for op in row.graph.ops)
-    return sorted(name for name, number in seen.items() if number >= _FEWEST_OCCURRENCES)
+def score_of(predicted: npt.ArrayLike, labels: npt.ArrayLike) -> dict[str, float]:
+    """Precision, recall and accuracy of "fused", and the number of edges. Shapes: (m,); labels of -1 do not count."""
+    known = np.asarray(labels) >= 0
+    positive, true = np.asarray(predicted)[known] > _LOWEST_CHANCE, np.asarray(labels)[known] == 1
+    return {
+        "precision": float(precision_score(true, positive, zero_division=0)),
+        "recall": float(recall_score(true, positive, zero_division=0)),
+        "accuracy": float((positive == true).mean()),
+        "edges": len(true),
+    }
 
 
 def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 0) -> FusionModel:
     """A network that has learnt from ``rows``. Cross-entropy, Adam, one cycle of the learning rate, as in the paper."""
     torch.manual_seed(seed)
     compilers = sorted({row.compiler for row in rows})
-    names = names_in(rows)
+    seen = Counter(op.name.rstrip("_") for row in rows for op in row.graph.ops)  # without the mark of running in place
+    names = sorted(name for name, number in seen.items() if number >= _FEWEST_OCCURRENCES)
     parts = [edges_of(row.graph, names, compilers.index(row.compiler)) for row in rows]
     labels = [torch.from_numpy(row.edge_labels()) for row in rows]
     network = EdgeClassifier(len(names) + 1, len(compilers), _HIDDEN)
@@ -91,17 +81,21 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
     return FusionModel(network.eval(), names, compilers)
 
 
-def cross_validated(rows: Sequence[LabelledGraph]) -> dict[str, Score]:
-    """Scores by compiler ("all": all of them), over five folds by family, all edges of all folds together."""
+def cross_validated(rows: Sequence[LabelledGraph]) -> pd.DataFrame:
+    """Each edge with the chance that it is fused, by a network that has not seen its family, over five folds.
+
+    Returns:
+        "compiler", "family", "graph" (the index of its row), "chance", and "label" as `edge_labels` has it.
+    """
     judged = []
     for learn, judge in GroupKFold(_FOLDS).split(rows, groups=[row.family for row in rows]):
         model = fitted([rows[at] for at in learn])
-        for row in (rows[at] for at in judge):
+        for at in judge:
+            row = rows[at]
             chances = model.chances(row.graph, row.compiler)
-            judged.append(pd.DataFrame({"compiler": row.compiler, "chance": chances, "label": row.edge_labels()}))
-    edges = pd.concat(judged)
-    groups = {"all": edges, **dict(iter(edges.groupby("compiler")))}
-    return {str(name): score_of(own["chance"].to_numpy(), own["label"].to_numpy()) for name, own in groups.items()}
+            known = {"compiler": row.compiler, "family": row.family, "graph": at}
+            judged.append(pd.DataFrame(known | {"chance": chances, "label": row.edge_labels()}))
+    return pd.concat(judged)
 
 
 def main() -> None:
@@ -112,9 +106,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for path in arguments.labels for row in read_labels(path) if row.graph.edges.shape[1]]
-    scores = cross_validated(rows)
+    edges = cross_validated(rows)
+    by_compiler = edges.groupby("compiler")
+    scores = {str(name): score_of(own["chance"], own["label"]) for name, own in [("all", edges), *by_compiler]}
+    counts = by_compiler.agg(graphs=("graph", "nunique"), families=("family", "nunique"), edges=("label", "size"))
+    for name, label in (("fused", 1), ("not known", -1)):
+        counts[name] = (edges["label"] == label).groupby(edges["compiler"]).sum()
     model = fitted(rows)
-    card: dict[str, Any] = {
+    card = {
         "format": FORMAT,
         "version": 1,
         "names": model.names,
@@ -123,21 +122,11 @@ def main() -> None:
         "sizes": list(SIZES),
         "kinds": list(OP_KINDS),
         "torch": torch.__version__,
-        "rows": {
-            compiler: {
-                "graphs": len(own),
-                "families": len({row.family for row in own}),
-                "edges": sum(len(row.edge_labels()) for row in own),
-                "fused": sum(int((row.edge_labels() == 1).sum()) for row in own),
-                "not known": sum(int((row.edge_labels() == -1).sum()) for row in own),
-            }
-            for compiler in model.compilers
-            for own in [[row for row in rows if row.compiler == compiler]]
-        },
-        "scores": {"GAT-LSTM": {name: score._asdict() for name, score in scores.items()}},
+        "rows": counts.to_dict("index"),
+        "scores": {"GAT-LSTM": scores},
     }
     write_pair(arguments.out / "fusion", model.network.state_dict(), card)
-    print(json.dumps(card["scores"], indent=1))
+    print(json.dumps(scores, indent=1))
 
 
 if __name__ == "__main__":
