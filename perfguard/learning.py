@@ -410,7 +410,6 @@ def tune_weights(
     *,
     predictor: str | Callable[[], Predictor] = DEFAULT_PREDICTOR,
     min_new: int = 20,
-    seed: int = 0,
 ) -> Generation | None:
     """Fine-tune a predictor's weights on a log, and promote them there if they are better. None: there is too little that is new.
 
@@ -425,7 +424,6 @@ def tune_weights(
         log: the log to learn from and to promote in.
         predictor: the name of a predictor, or a function that makes one. It must be :class:`perfguard.predictor.Refinable`.
         min_new: how many runs must be new since the last promotion or rollback.
-        seed: seed of the training.
 
     Raises:
         ConfigurationError: if the predictor cannot be fine-tuned.
@@ -443,7 +441,7 @@ def tune_weights(
         return None
     splits = [_split(runs) for runs in by_device]
     learnt = [run for learn, _, _ in splits for run in learn]
-    data = candidate.refine(learnt, seed=seed)
+    data = candidate.refine(learnt)
     if data is None:
         return None
     promoted = log.promoted(in_use.lineage)

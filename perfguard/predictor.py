@@ -262,7 +262,7 @@ class Refinable(Protocol):
         0: the shipped weights are in use.
         """
 
-    def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
+    def refine(self, observations: Sequence[Observation]) -> bytes | None:
         """New weights, fine-tuned on ``observations`` of any devices. None: they are too few. The predictor stays as it is."""
 
     def use_refinement(self, data: bytes | None) -> None:

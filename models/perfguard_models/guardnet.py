@@ -214,7 +214,7 @@ class GuardNet:
         return 0.0 if self._tuned is None else self._tuned.shift
 
     @undisturbed
-    def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
+    def refine(self, observations: Sequence[Observation]) -> bytes | None:
         """See :class:`perfguard.predictor.Refinable`. Step times are fine-tuned; of memory, the process alone learns."""
         runs = []
         for row in observations:

@@ -72,9 +72,7 @@ def collect(words: Sequence[str]) -> None:
     parser.add_argument("--memory-limit", metavar="16GiB", help="limit of a run (default: all of a card, 256MiB on a CPU)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the order of the configurations (default: 0)")
     arguments = parser.parse_args(words)
-    names = {name.strip() for name in arguments.space.split(",")}
-    if unknown := sorted(names - set(SPACES)):
-        raise ConfigurationError(f"--space takes {', '.join(SPACES)}, with commas between them, not {', '.join(unknown)}.")
+    names = _some_of(SPACES, "--space", arguments.space)
     for name in ("minutes", "rows"):
         if not getattr(arguments, name) > 0:
             raise ConfigurationError(f"--{name} must be positive, but is {getattr(arguments, name):g}.")
@@ -112,7 +110,7 @@ def train(words: Sequence[str]) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
     _add_common(parser, splits="family,source,gpu")
     arguments = parser.parse_args(words)
-    splits, settings = _splits(arguments), _settings(arguments.set)
+    splits, settings = _some_of(_SPLITS, "--splits", arguments.splits), _settings(arguments.set)
     try:
         learner = learner_class(arguments.predictor)(**settings)
     except TypeError as error:
@@ -149,8 +147,8 @@ def leaderboard(words: Sequence[str]) -> None:
     names = arguments.predictors.split(",")
     for name in names:
         learner_class(name)
-    splits, predictors = _splits(arguments), dict.fromkeys(names, _settings(arguments.set))
-    runs, found = predictions(arguments.tables, predictors, splits, **_reading(arguments))
+    splits, settings = _some_of(_SPLITS, "--splits", arguments.splits), _settings(arguments.set)
+    runs, found = predictions(arguments.tables, dict.fromkeys(names, settings), splits, **_reading(arguments))
     lines, scores = entries(runs, found), fit_scores(runs, found)
     modes = [(name, getattr(learner_class(name), "mode", "")) for name in names]
     scopes = " ".join(f"`{name}` predicts runs of mode {mode} alone." for name, mode in modes if mode)
@@ -188,11 +186,11 @@ def _add_common(parser: argparse.ArgumentParser, *, splits: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
 
 
-def _splits(arguments: argparse.Namespace) -> list[str]:
-    splits: list[str] = arguments.splits.split(",")
-    if unknown := set(splits) - set(_SPLITS):
-        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
-    return splits
+def _some_of(known: Sequence[str], option: str, words: str) -> list[str]:
+    names = [name.strip() for name in words.split(",")]
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigurationError(f"{option} takes {', '.join(known)}, with commas between them, not {', '.join(unknown)}.")
+    return names
 
 
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -76,12 +76,10 @@ def evaluate(
             results[index] = Evaluated(error=str(error))
     # Rows of one network follow each other: it is made once, and of equal structures only one is traced.
     readable.sort(key=lambda item: (str(item[1].structure), item[1].gpu, item[1].batch_size))
-    shown = track(readable, description="rows", transient=True, disable=not sys.stderr.isatty())
-    for _, members in itertools.groupby(shown, key=lambda item: item[1].structure):
-        make_model: Callable[[], nn.Module | None] | None = None
-        traces = TraceCache()
+    networks = [list(members) for _, members in itertools.groupby(readable, key=lambda item: item[1].structure)]
+    for members in track(networks, description="networks", transient=True, disable=not sys.stderr.isatty()):
+        make_model, traces = functools.cache(members[0][1].make_model), TraceCache()
         for index, row in members:
-            make_model = make_model or functools.cache(row.make_model)
             results[index] = _evaluated(row, make_model, traces, predictor)
     return [results[index] for index in range(len(rows))]
 

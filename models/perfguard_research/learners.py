@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import pkgutil
 import platform
 import random
 import time
@@ -98,16 +99,16 @@ def batches(sizes: Sequence[int], order: Iterable[int], most: int) -> Iterator[l
         yield chosen
 
 
-_WHERE = {  # modules and classes by name; they are imported late, because they import this module
-    "memory-forest": ("memory_forest", "TrainableMemory"),
-    "step-time": ("step_time", "TrainableStepTime"),
-    "trees": ("papers.baselines", "Trees"),
-    "dnnperf": ("papers.dnnperf", "DNNPerf"),
-    "dnnabacus": ("papers.dnnabacus", "DNNAbacus"),
-    "perfseer": ("papers.perfseer", "PerfSeer"),
-    "dippm": ("papers.dippm", "DIPPM"),
-    "lilou": ("papers.lilou", "Lilou"),
-    "roofline": ("papers.baselines", "Roofline"),
+_WHERE = {  # by name; they are imported late, because they import this module
+    "memory-forest": "memory_forest:TrainableMemory",
+    "step-time": "step_time:TrainableStepTime",
+    "trees": "papers.baselines:Trees",
+    "dnnperf": "papers.dnnperf:DNNPerf",
+    "dnnabacus": "papers.dnnabacus:DNNAbacus",
+    "perfseer": "papers.perfseer:PerfSeer",
+    "dippm": "papers.dippm:DIPPM",
+    "lilou": "papers.lilou:Lilou",
+    "roofline": "papers.baselines:Roofline",
 }
 NAMES = tuple(_WHERE)
 
@@ -120,6 +121,5 @@ def learner_class(name: str) -> type[Trainable]:
     """
     if name not in _WHERE:
         raise PredictorError(f"No predictor that can be trained is called {name!r}. There are {', '.join(NAMES)}.")
-    module, attribute = _WHERE[name]
-    found: Any = getattr(importlib.import_module(f"perfguard_research.{module}"), attribute)
-    return found  # type: ignore[no-any-return]
+    found: type[Trainable] = pkgutil.resolve_name(f"perfguard_research.{_WHERE[name]}")
+    return found

@@ -16,22 +16,21 @@ from perfguard.graph.costs import convolution_attributes, product_flops
 from perfguard.workload import Mode, Precision
 from perfguard_research.csv_rows import Row, one_of, positive
 
-_POINTWISE = {  # aten's name, its kind, inputs, FLOPs of an element
-    "add": ("add", "elementwise", 2, 1),
-    "mul": ("mul", "elementwise", 2, 1),
-    "div": ("div", "elementwise", 2, 1),
-    "pow": ("pow", "elementwise", 2, 1),
-    "relu": ("relu", "activation", 1, 4),
-    "gelu": ("gelu", "activation", 1, 4),
-    "tanh": ("tanh", "activation", 1, 4),
-    "silu_mul": ("silu_mul", "activation", 2, 5),
-    "rope": ("rope", "elementwise", 1, 3),
-    "softmax": ("_softmax", "softmax", 1, 5),
-    "ln": ("native_layer_norm", "norm", 1, 8),
-    "layer_norm": ("native_layer_norm", "norm", 1, 8),
-    "rms_norm": ("fused_rms_norm", "norm", 1, 8),
+_POINTWISE = {  # aten's name, its kind, inputs, weights as long as a row, FLOPs of an element
+    "add": ("add", "elementwise", 2, 0, 1),
+    "mul": ("mul", "elementwise", 2, 0, 1),
+    "div": ("div", "elementwise", 2, 0, 1),
+    "pow": ("pow", "elementwise", 2, 0, 1),
+    "relu": ("relu", "activation", 1, 0, 4),
+    "gelu": ("gelu", "activation", 1, 0, 4),
+    "tanh": ("tanh", "activation", 1, 0, 4),
+    "silu_mul": ("silu_mul", "activation", 2, 0, 5),
+    "rope": ("rope", "elementwise", 1, 0, 3),
+    "softmax": ("_softmax", "softmax", 1, 0, 5),
+    "ln": ("native_layer_norm", "norm", 1, 2, 8),
+    "layer_norm": ("native_layer_norm", "norm", 1, 2, 8),
+    "rms_norm": ("fused_rms_norm", "norm", 1, 1, 8),
 }
-_WEIGHTS_OF_NORMS = {"ln": 2, "layer_norm": 2, "rms_norm": 1}
 _GATES = {"vanilla": 1, "gru": 3, "lstm": 4}
 _SIZES = {
     **dict.fromkeys(_POINTWISE, ("b", "h")),
@@ -98,10 +97,9 @@ class Operator:
         return self._graph(work, mode)
 
     def _pointwise(self) -> _Work:
-        name, kind, inputs, flops = _POINTWISE[self.name]
-        elements = math.prod(self.sizes)
-        number = _WEIGHTS_OF_NORMS.get(self.name, 0)
-        return _Work(name, kind, flops * elements, (elements,) * inputs, (number * self.sizes[1],) * (number > 0), self.sizes)
+        name, kind, inputs, weights, flops = _POINTWISE[self.name]
+        elements, width = math.prod(self.sizes), self.sizes[1]
+        return _Work(name, kind, flops * elements, (elements,) * inputs, (weights * width,) * (weights > 0), self.sizes)
 
     def _product(self) -> _Work:
         b, m, n, k = self.sizes if self.name != "matmul" else (1, *self.sizes)

@@ -54,7 +54,7 @@ class Tunable(ReplayPredictor):
         factor = self.factors[is_wide(graph)]
         return replace(prediction, step_time=prediction.step_time.scaled(factor, log_sigma=0.1), predictor=self.name)
 
-    def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
+    def refine(self, observations: Sequence[Observation]) -> bytes | None:
         sums: tuple[list[float], list[float]] = ([], [])
         for row in observations:
             sums[is_wide(row.graph)].append(math.log((row.measured("time") or 0.01) / 0.01))

@@ -216,8 +216,11 @@ def cross_validated(rows: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]
     for split, folds in splits.items():
         judged = pd.concat([_judged(fitted(rows[~held_out]), rows[held_out]) for held_out in folds])
         products = judged[judged["operator"].isin(("linear", "bmm"))]
-        groups = {"all": judged, "products": products, **dict(iter(judged.groupby("operator")))}
-        found[split] = {str(name): _score_of(own) for name, own in groups.items()}
+        lines = pd.concat([judged.assign(operator="all"), products.assign(operator="products"), judged.sort_values("operator")])
+        errors = {name: ("error", name.removesuffix("_error")) for name in ("mean_error", "median_error")}
+        shares = {name: (name, "mean") for name in ("top1", "top5")}
+        scores = lines.groupby("operator", sort=False).agg(rows=("error", "size"), **shares, **errors)
+        found[split] = scores.to_dict("index")
     return found
 
 
@@ -230,11 +233,6 @@ def _judged(model: KernelModel, rows: pd.DataFrame) -> pd.DataFrame:
     is_right = np.array(model.families)[order[:, :5]] == rows["family"].to_numpy()[:, None]
     errors = np.abs(seconds / rows["seconds"] - 1)
     return pd.DataFrame({"operator": rows["operator"], "top1": is_right[:, 0], "top5": is_right.any(axis=1), "error": errors})
-
-
-def _score_of(judged: pd.DataFrame) -> dict[str, float]:
-    means = judged[["top1", "top5", "error"]].mean().rename({"error": "mean_error"})
-    return {"rows": len(judged), **means.to_dict(), "median_error": float(judged["error"].median())}
 
 
 def read_kernel_model(path: Path) -> KernelModel:

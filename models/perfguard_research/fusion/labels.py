@@ -19,7 +19,6 @@ import argparse
 import base64
 import difflib
 import json
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.progress import Progress
 from torch import nn
 
 from perfguard.devices import cpu
@@ -277,23 +275,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = {(row.compiler, row.model) for row in read_labels(arguments.out)} if arguments.out.is_file() else set()
-    end, number = time.process_time() + 60 * arguments.minutes, 0
-    with arguments.out.open("a", encoding="utf-8") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("models", total=None)
+    end = time.process_time() + 60 * arguments.minutes
+    with arguments.out.open("a", encoding="utf-8") as file:
         for draft in drafts(_SPACES, seed=0, device=cpu()):  # smaller networks than a GPU's
             if time.process_time() > end:
                 break
-            if (arguments.compiler, draft.columns["index"]) in done:
-                continue
-            row = labelled(draft, arguments.compiler)
-            if isinstance(row, str):
-                print(f"{draft.row.model}: {row}", file=sys.stderr)
-                continue
-            file.write(json.dumps(to_json(row)) + "\n")
-            file.flush()
-            number += 1
-            progress.update(task, completed=number, description=f"{number} models")
-    print(f"{number} models in {arguments.out}, {time.process_time():.0f} s of processor time")
+            if (arguments.compiler, draft.columns["index"]) not in done:
+                row = labelled(draft, arguments.compiler)
+                print(f"{draft.row.model}: {row if isinstance(row, str) else 'labelled'}")
+                if isinstance(row, LabelledGraph):
+                    file.write(json.dumps(to_json(row)) + "\n")
+                    file.flush()
 
 
 if __name__ == "__main__":

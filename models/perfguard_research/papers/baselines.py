@@ -97,8 +97,6 @@ class Trees:
                 self._forests[target] = forest_of_boosting(model.fit(x[known], y[known]))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        if not self._forests:
-            raise RuntimeError(f"{self.name} was not fitted.")
         found = {target: np.full(len(runs), np.nan) for target in QUANTITIES}
         for target, forest in self._forests.items():
             found[target] = forest.predict(sums_table(runs)) + _physics(runs, target)

@@ -72,8 +72,6 @@ class DNNAbacus:
                 self._members |= {f"{target}.{at}": forest for at, forest in enumerate(forests)}
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        if not self._members:
-            raise RuntimeError(f"{self.name} was not fitted.")
         found = {target: np.full(len(runs), np.nan) for target in QUANTITIES}
         own = [at for at, run in enumerate(runs) if trains(run.view)]
         x = _table([runs[at] for at in own])

@@ -80,7 +80,10 @@ class GraphLearner:
         self._labels = torch.zeros(4, len(self.targets))
         """Mean, scale, and scaled minimum and maximum of each target; NaN: no labels."""
         self._labels[1], self._labels[2:] = 1, math.nan
-        self._network: nn.Module | None = None
+        self._network = self._new_network()
+
+    def _new_network(self) -> nn.Module:
+        return self.network_class(self.settings["hidden"], len(self.targets))
 
     def backward(self, losses: Sequence[torch.Tensor], network: nn.Module) -> None:
         """Gradients of the sum of the targets' losses."""
@@ -103,7 +106,7 @@ class GraphLearner:
         every, seed = list(range(len(runs))), self.settings["seed"]
         parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
-        network = self._network = self.network_class(self.settings["hidden"], len(self.targets))
+        network = self._network = self._new_network()
         optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
         epochs, best, kept, best_epoch = self.settings["epochs"], math.inf, network.state_dict(), 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
@@ -131,8 +134,6 @@ class GraphLearner:
         network.load_state_dict(kept)
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        if self._network is None:
-            raise RuntimeError(f"{self.name} was not fitted.")
         out = torch.full((len(runs), len(QUANTITIES)), math.nan, dtype=torch.float64)
         own = [at for at, run in enumerate(runs) if self._applies(run)]
         columns = [QUANTITIES.index(target) for target in self.targets]
@@ -144,8 +145,6 @@ class GraphLearner:
         return {target: out[:, at].numpy() for at, target in enumerate(QUANTITIES)}
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        if self._network is None:
-            raise RuntimeError(f"{self.name} was not fitted.")
         network = {f"network.{key}": value for key, value in self._network.state_dict().items()}
         return {**network, **{f"scale.{key}": value for key, value in self._scale.items()}, "labels": self._labels}, self.settings
 
@@ -157,7 +156,6 @@ class GraphLearner:
             for prefix in ("network.", "scale.")
         )
         made._labels = tensors["labels"]
-        made._network = cls.network_class(settings["hidden"], len(cls.targets))
         made._network.load_state_dict(network)
         return made
 
@@ -197,7 +195,6 @@ class GraphLearner:
         )
 
     def _outputs(self, graphs: Sequence[Data], order: Sequence[int]) -> torch.Tensor:
-        assert self._network is not None
         self._network.eval()
         chosen = batches([graph.num_nodes for graph in graphs], order, _NODES_A_BATCH)
         with torch.inference_mode():
