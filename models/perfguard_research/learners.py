@@ -7,7 +7,6 @@ import importlib
 import json
 import pkgutil
 import platform
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,13 +77,6 @@ def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> 
         digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())
     digest.update(code_of("perfguard.graph", "perfguard_models", "perfguard_research"))
     return digest.hexdigest()
-
-
-def shuffled(number: int, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch."""
-    order = list(range(number))
-    random.Random(seed * 1_000_003 + epoch).shuffle(order)
-    return order
 
 
 def batches(sizes: Sequence[int], order: Iterable[int], most: int) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from perfguard.graph import OP_KINDS
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.learner import QUANTITIES, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
-from perfguard_research.learners import OnEpoch, batches, labels_of, shuffled
+from perfguard_research.learners import OnEpoch, batches, labels_of
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
 
 NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
@@ -112,7 +113,9 @@ class GraphLearner:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
-            for chosen in batches(sizes, [learn[i] for i in shuffled(len(learn), seed, epoch)], _NODES_A_BATCH):
+            order = [*learn]
+            random.Random(seed * 1_000_003 + epoch).shuffle(order)
+            for chosen in batches(sizes, order, _NODES_A_BATCH):
                 losses = []
                 for column, measured in enumerate(labels.T):
                     known = [i for i in chosen if not measured[i].isnan()]  # PCGrad would go back through all others, too
