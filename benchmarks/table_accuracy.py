@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -75,6 +76,8 @@ def main() -> None:
     chosen = [row for row in rows if row["source"] in arguments.source and row[reading] + row["status"] != "ok"]
     results = evaluate(columns, chosen, arguments.table, load_predictor(arguments.predictor))
     judged = [result for result in results if result.prediction is not None]
+    if not judged:  # an empty table would replace the one that is recorded
+        sys.exit(f"None of {len(chosen)} rows has a prediction. {next((result.error for result in results), '')}")
     if arguments.of == "memory":
         show(arguments.name or "memory-driver", OF_MEMORY, memory_lines(judged), record=arguments.record)
     else:
