@@ -78,6 +78,11 @@ def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> 
     return digest.hexdigest()
 
 
+def seed_of(seed: int, epoch: int) -> int:
+    """The seed of an epoch's order, of a training with ``seed``."""
+    return seed * 1_000_003 + epoch
+
+
 def batches(sizes: Sequence[int], order: Iterable[int], most: int) -> Iterator[list[int]]:
     """The indices of ``order``, cut where the sizes so far reach ``most``."""
     chosen: list[int] = []

@@ -25,7 +25,7 @@ from perfguard_models.learner import State, Step, sums_table
 from perfguard_models.step_time import StepTime, batches_of, columns_of, trees_apply
 from perfguard_models.trees import DIRECTIONS, VERSION, StepForest, forest_columns, rough_time, start_of
 from perfguard_research.dataset import Run
-from perfguard_research.learners import OnEpoch, labels_of
+from perfguard_research.learners import OnEpoch, labels_of, seed_of
 from perfguard_research.trees import forest_of_boosting, tensors_of
 
 _START_S = {"phase": 15e-6, "latency": 4e-6, "dependent": 10e-6, "view": 2e-6, "copy": 1 / 6e9}
@@ -192,12 +192,12 @@ class TrainableStepTime(StepTime):
         )
         weight = _weights_of(runs)
         sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
-        steps = sum(len(_batches(runs, _seed_of(seed, epoch))) for epoch in range(epochs))
+        steps = sum(len(_batches(runs, seed_of(seed, epoch))) for epoch in range(epochs))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [rate, _MACHINE_RATE], total_steps=steps, pct_start=0.2)
         network.train()
         for epoch in range(epochs):
             total = 0.0
-            for batch in _batches(runs, _seed_of(seed, epoch)):
+            for batch in _batches(runs, seed_of(seed, epoch)):
                 some = [runs[index] for index in batch]
                 packed = self.pack(some)
                 clocks: Clocks = network(packed)
@@ -276,10 +276,6 @@ def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:
     while len(found) < min(_REFERENCE, len(small)):
         found += [Step(False, own.pop(0).view) for own in by_group.values() if own]
     return found[:_REFERENCE]
-
-
-def _seed_of(seed: int, epoch: int) -> int:
-    return seed * 1_000_003 + epoch
 
 
 def _weights_of(runs: Sequence[Run]) -> torch.Tensor:

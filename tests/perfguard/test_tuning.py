@@ -161,7 +161,7 @@ def test_fine_tuning_is_a_process(log: MeasurementStore) -> None:
     """The real command on the real predictor; whether it promotes is the rules' affair."""
     fill(log)
     assert log.url is not None
-    assert start_tuning(log.url, "guardnet").wait(240) == 0
+    assert start_tuning(log.url, "guardnet").wait(120) == 0
 
 
 WORKLOAD = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)

@@ -162,7 +162,11 @@ def test_what_fits_is_scored_by_the_predicted_median() -> None:
         (["train", "T", "--predictor", "oracle", "--out", "O"], 1, "No predictor that can be trained is called 'oracle'"),
         (["train", "T", "--predictor", "trees", "--out", "O", "--set", "depth=3"], 2, "trees does not take these settings"),
         (["train", "T", "--predictor", "trees", "--out", "O", "--set", "depth"], 2, "--set takes NAME=VALUE"),
-        (["leaderboard", "T", "--splits", "colour"], 2, "--splits takes family, source, gpu, random, with commas"),
+        (
+            ["leaderboard", "T", "--splits", "colour"],
+            2,
+            "--splits takes family, source, gpu, random, with commas between them, not colour",
+        ),
         (["leaderboard", "MISSING", "--predictors", "roofline"], 1, "MISSING"),
     ],
 )

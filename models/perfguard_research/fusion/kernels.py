@@ -217,9 +217,13 @@ def cross_validated(rows: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]
         judged = pd.concat([_judged(fitted(rows[~held_out]), rows[held_out]) for held_out in folds])
         products = judged[judged["operator"].isin(("linear", "bmm"))]
         lines = pd.concat([judged.assign(operator="all"), products.assign(operator="products"), judged.sort_values("operator")])
-        errors = {name: ("error", name.removesuffix("_error")) for name in ("mean_error", "median_error")}
-        shares = {name: (name, "mean") for name in ("top1", "top5")}
-        scores = lines.groupby("operator", sort=False).agg(rows=("error", "size"), **shares, **errors)
+        scores = lines.groupby("operator", sort=False).agg(
+            rows=("error", "size"),
+            top1=("top1", "mean"),
+            top5=("top5", "mean"),
+            mean_error=("error", "mean"),
+            median_error=("error", "median"),
+        )
         found[split] = scores.to_dict("index")
     return found
 

@@ -28,7 +28,7 @@ from perfguard.graph import OP_KINDS
 from perfguard_models.features import Arrays, FeatureSet
 from perfguard_models.learner import QUANTITIES, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Fold, Run, folds
-from perfguard_research.learners import OnEpoch, batches, labels_of
+from perfguard_research.learners import OnEpoch, batches, labels_of, seed_of
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
 
 NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
@@ -114,7 +114,7 @@ class GraphLearner:
         for epoch in range(epochs):
             network.train()
             order = [*learn]
-            random.Random(seed * 1_000_003 + epoch).shuffle(order)
+            random.Random(seed_of(seed, epoch)).shuffle(order)
             for chosen in batches(sizes, order, _NODES_A_BATCH):
                 losses = []
                 for column, measured in enumerate(labels.T):
