@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         log: str | MeasurementStore | Literal[False] | None
         refine: bool | None
         strict: bool
+        dry_run_network: bool
 
 
 OnViolation = Literal["prune", "repair", "warn"]
@@ -123,6 +124,8 @@ class Guard:
             only if the log is not in memory. On a CPU, fine-tuning would disturb the measurements.
         strict: launch no trial without a verdict, or without a check of one of the budgets. Such a trial raises
             :class:`perfguard.exceptions.UnguardedTrialError`.
+        dry_run_network: leave the network open in dry runs, for data that are read from far. What the objective sends is then
+            sent, too.
 
     Raises:
         ConfigurationError: for an argument that cannot be right, or a budget that the device cannot have.
@@ -141,6 +144,7 @@ class Guard:
         log: str | MeasurementStore | Literal[False] | None = None,
         refine: bool | None = None,
         strict: bool = False,
+        dry_run_network: bool = False,
         **budgets: Unpack[BudgetSettings],
     ) -> None:
         from perfguard.devices import resolve_device
@@ -156,6 +160,7 @@ class Guard:
         self.remedies = check_remedies(remedies)
         self.risk = check_risk(risk)
         self.strict = bool(strict)
+        self.dry_run_network = bool(dry_run_network)
         self.device = resolve_device(gpu)
         for name in budgets:
             if name not in BudgetSettings.__annotations__:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from perfguard.budget import NOUNS, Quantity
 from perfguard.quantities import format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
+from perfguard.verdict import NOT_SEALED
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -101,6 +102,8 @@ class Summary:
             yield "proposed again and pruned from memory", f"{self.num_repeated}"
         if self.sources:
             yield "what trials run was", ", ".join(f"{source} {count}" for source, count in self.sources.items())
+        if any(source.endswith("not sealed") for source in self.sources):
+            yield "a warning", NOT_SEALED
         why = f" ({self.why_unguarded})" if self.why_unguarded else ""
         yield "launched without a verdict, or against it", f"{self.num_unguarded}{why}"
         if self.num_interrupted:

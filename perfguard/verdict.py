@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from perfguard.predictor import Estimate, Prediction
 
 Action = Literal["launch", "prune", "repair"]
-Source = Literal["", "captured", "captured at the first forward pass", "described"]
+NOT_SEALED = (
+    "Dry runs are not sealed on this system: a library in another language could change files, or reach the network "
+    "(docs/reliability.md)."
+)
+"""What a `Source` means that ends with "not sealed"."""
+Source = Literal[
+    "",
+    "captured",
+    "captured at the first forward pass",
+    "captured, not sealed",
+    "captured at the first forward pass, not sealed",
+    "described",
+]
 EVEN_CHANCE = 0.5
 DEFAULT_RISK = 0.05
 """The share of the launched trials that may break a limit."""

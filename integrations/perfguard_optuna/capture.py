@@ -32,12 +32,15 @@ class ObjectiveBuild(DryRuns):
         objective: of the study.
         device: the guarded device.
         directions: those of the study.
+        network: leave the network open in dry runs.
     """
 
     captures = True
 
-    def __init__(self, objective: Objective, device: Device, directions: Sequence[StudyDirection]) -> None:
-        super().__init__(functools.partial(_play, objective, tuple(directions)), device)
+    def __init__(
+        self, objective: Objective, device: Device, directions: Sequence[StudyDirection], *, network: bool = False
+    ) -> None:
+        super().__init__(functools.partial(_play, objective, tuple(directions)), device, network=network)
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``.

@@ -148,7 +148,9 @@ class GuardedObjective:
         """Prepare for the trials of ``study``, before the first of them touches the device."""
         with self._lock:
             if self._build is None:
-                self._build = self.guard.build = captures = ObjectiveBuild(self._objective, self.guard.device, study.directions)
+                self._build = self.guard.build = captures = ObjectiveBuild(
+                    self._objective, self.guard.device, study.directions, network=self.guard.guard.dry_run_network
+                )
                 with suppress(CaptureError):  # each trial says so
                     captures.start()
             self._propose_nothing_again(study)
@@ -286,7 +288,9 @@ class GuardedObjective:
                 captures.note_first_forward(found, first_forward.set_up_s)
                 trial.known.judge_late(found, waited_s=first_forward.waited_s)
 
-        first_forward = FirstForward(self.guard.device, judge, lambda: leave_study(trial), problem=problem)
+        first_forward = FirstForward(
+            self.guard.device, judge, lambda: leave_study(trial), problem=problem, network=self.guard.guard.dry_run_network
+        )
         return first_forward
 
     def _count(self, trial: optuna.Trial) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from ray import tune
 from ray.tune.search import BasicVariantGenerator, create_searcher
 from ray.tune.utils import flatten_dict
 
-from perfguard.capture import Answer, DryRuns, seen
-from perfguard.exceptions import CaptureError, ConfigurationError
+from perfguard.capture import Answer, Ask, DryRuns
+from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError
 from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
 from perfguard_ray.ledger import InThisProcess, Ledger, make_ledger
@@ -39,15 +39,16 @@ class TrainableBuild(DryRuns):
         trainable: the training function, or the class.
         device: the guarded device.
         most_seconds: how long a dry run may take, its process included.
+        network: leave the network open in dry runs.
     """
 
     captures: bool = True
 
-    def __init__(self, trainable: Any, device: Device, *, most_seconds: float = 120.0) -> None:
-        super().__init__(trainable, device, most_seconds=most_seconds)
+    def __init__(self, trainable: Any, device: Device, *, most_seconds: float = 120.0, network: bool = False) -> None:
+        super().__init__(trainable, device, most_seconds=most_seconds, network=network)
 
     def __reduce__(self) -> Any:  # what was seen stays here
-        return type(self), (self._objective, self._device)
+        return functools.partial(type(self), network=self._network), (self._objective, self._device)
 
     def start(self) -> None:
         """Ray starts the processes."""
@@ -74,9 +75,9 @@ class TrainableBuild(DryRuns):
         if known is not None:
             return known
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
-        task = _dry_run.remote(self._objective, config, self._device, spares)
+        task = _dry_run.remote(self._objective, config, self._device, spares, most_s, self._network)
         try:
-            result: CapturedTrial | Exception = ray.get(task, timeout=most_s)
+            result: CapturedTrial | Exception = ray.get(task, timeout=most_s + 10)
         except ray.exceptions.GetTimeoutError:
             ray.cancel(task, force=True)
             return CaptureError(f"the dry run of the objective did not end within {most_s:.0f} s")
@@ -101,21 +102,43 @@ def _put(config: dict[str, Any], found: Answer) -> None:
 
 
 @ray.remote(num_cpus=0, num_gpus=0, max_calls=1, max_retries=0)  # the trials that run may have all processors
-def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: bool) -> CapturedTrial | Exception:
-    import warnings
-
-    import torch
-
+def _dry_run(
+    trainable: Any, config: dict[str, Any], device: Device, spares: bool, most_seconds: float, network: bool
+) -> CapturedTrial | Exception:
+    """Dry-run in a process that this worker forks: the worker itself has threads of Ray, so it can have no view of its own."""
     warnings.simplefilter("ignore")
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):
-        os.dup2(null, stream)
-    torch.set_num_threads(1)
+    runs = DryRuns(functools.partial(_play, trainable, config), device, most_seconds=most_seconds, spares=spares, network=network)
+    try:
+        return runs.capture(_fetch)
+    except (CaptureError, TooLargeError) as problem:
+        return problem
+    finally:
+        runs.close()
+
+
+class _Fetched:
+    """Objects of Ray. They are no parameters of a trial, so all of them are alike."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __repr__(self) -> str:
+        return "objects of Ray"
+
+
+def _fetch(ids: Sequence[bytes]) -> Answer:
+    """Get objects of Ray for the dry run, which cannot reach its store."""
+    return Answer("objects of Ray", _Fetched(ray.get([ray.ObjectRef(each) for each in ids])))
+
+
+def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any], ask: Ask) -> None:
+    def get(refs: Any, **_: Any) -> Any:
+        is_one = isinstance(refs, ray.ObjectRef)
+        found = ask([ref.binary() for ref in ([refs] if is_one else refs)]).values
+        return found[0] if is_one else found
+
+    ray.get = get  # type: ignore[assignment]
     pretend_session()
-    return seen(lambda: _play(trainable, config), device, spares=spares)
-
-
-def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
     trial = trainable(config)
     if inspect.isclass(trainable):
         play_steps(trial.step)
@@ -145,7 +168,7 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
     if not callable(trainable):
         raise ConfigurationError(f"guarded takes a training function or a Trainable class, but got {trainable!r}.")
     guard = Guard(gpu, **settings)
-    ledger = make_ledger(TrainableBuild(trainable, guard.device), guard, "auto", None, {})
+    ledger = make_ledger(TrainableBuild(trainable, guard.device, network=guard.dry_run_network), guard, "auto", None, {})
 
     def measuring(config: dict[str, Any]) -> Any:
         with measure():

@@ -1,6 +1,6 @@
 """The child of a dry run: how it is forked, what it may not do, what it runs, and how whoever forked it waits.
 
-The time and the memory of a child are limited. It reads no input, prints and logs nothing, and writes no file.
+The time and the memory of a child are limited. It reads no input, prints and logs nothing, and is sealed (`seal/`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from perfguard.capture.sandbox import leave_databases, write_nothing
+from perfguard.capture.seal import Seal, explain, leave_databases, sealed
 from perfguard.capture.stops import is_of_user
 from perfguard.exceptions import CaptureError, TooLargeError
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.verdict import Source
     from perfguard.workload import CapturedTrial
 
 
@@ -44,6 +48,10 @@ HAS_SENT = 86
 
 Ask = Callable[..., Any]
 """``ask(*question)`` returns the value of a parameter. The question is the tuner's own, and can be pickled."""
+
+
+class _Cancelled(BaseException):
+    """Ends an objective whose next answers are known: what it shows is known too."""
 
 
 class SelfEnded(CaptureError):
@@ -100,7 +108,7 @@ def fork(*, keeps_autograd: bool) -> int:
     return process
 
 
-def say_nothing() -> None:
+def silence_output() -> None:
     """Keep a process that was forked from reading, printing, logging and warning, and from the connections to databases."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -129,9 +137,32 @@ def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: C
             wait(pause)
             pause = min(2 * pause, 0.01)
             continue
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        kill_tree(child)
         return problem
+
+
+def kill_tree(process: int, *, most_s: float = 10.0) -> None:
+    """Kill a child of this process and all that it has started, and wait ``most_s`` seconds for its end."""
+    started: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        started = psutil.Process(process).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    for each in started:
+        with suppress(psutil.Error):
+            each.kill()
+    ends_at = time.monotonic() + most_s  # a process that hangs in the kernel, at a disk for instance, ends later
+    with suppress(ChildProcessError):
+        while not os.waitpid(process, os.WNOHANG)[0] and time.monotonic() < ends_at:
+            time.sleep(0.001)
+
+
+def limit_stalls(pipe: Any, *, most_s: float = 10.0) -> None:
+    """Let a read or a write raise an OSError if the other side stops for ``most_s`` seconds in the middle of a message."""
+    seconds = struct.pack("ll", int(most_s), 0)
+    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as connection:  # Windows has pipes that are no sockets
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, seconds)
 
 
 def beyond_limits(process: int, began: float, before: int, most_s: float, most_bytes: int) -> str:
@@ -151,9 +182,10 @@ def resident_bytes(process: int) -> int:
         return 0
 
 
-def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: Device, spares: bool) -> None:
+def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: Device, *, spares: bool, seal: Seal) -> None:
     """Run in the child: capture the objective, and send what it shows."""
     process = os.getpid()
+    is_cancelled = False
 
     def send(word: str, content: Any) -> None:
         if os.getpid() != process:  # the objective has forked
@@ -161,47 +193,70 @@ def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: 
         pipe.send((number, word, content))
 
     def ask(*question: Any) -> Any:
-        send("ask", question)
-        word, value = pipe.recv()
-        if word == "cancel":
-            os._exit(HAS_SENT)
-        return value
+        nonlocal is_cancelled
+        if not is_cancelled:
+            send("ask", question)
+            word, value = pipe.recv()
+            is_cancelled = word == "cancel"
+        if not is_cancelled:
+            return value
+        _end_soon()
+        raise _Cancelled
 
-    found = seen(lambda: objective(ask), device, spares=spares)
+    found = capture_or_error(lambda: objective(ask), device, spares=spares, seal=seal)
+    if is_cancelled:
+        return
     try:
         send("failed" if isinstance(found, Exception) else "captured", found)
     except Exception as error:
         send("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}"))
 
 
-def seen(run: Callable[[], object], device: Device, *, spares: bool) -> CapturedTrial | Exception:
+def _end_soon(*, most_s: float = 2.0) -> None:
+    """End this process in ``most_s`` seconds, if the objective does not unwind until then."""
+    if hasattr(signal, "setitimer"):  # Windows has none
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, most_s)
+
+
+@contextmanager
+def child_sealed(keep: Collection[int], *, network: bool) -> Iterator[Seal]:
+    """Seal this process, which is thrown away after the block, and let it be the first to end where memory ends."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with sealed(keep=keep, network=network) as seal:
+        yield seal
+
+
+def capture_or_error(run: Callable[[], object], device: Device, *, spares: bool, seal: Seal) -> CapturedTrial | Exception:
     """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails."""
 
     def show() -> CapturedTrial:
-        change_nothing()
         from perfguard.capture.trial import capture
 
         return capture(run, device, spares=spares)
 
-    return shown(show)
+    return shown(show, seal, "captured")
 
 
-def change_nothing() -> None:
-    """Keep this process from changing a file, and let it be the first to end where memory ends."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    write_nothing()
-
-
-def shown(show: Callable[[], CapturedTrial]) -> CapturedTrial | Exception:
-    """Return what ``show`` returns, or why it fails."""
+def shown(show: Callable[[], CapturedTrial], seal: Seal, source: Source) -> CapturedTrial | Exception:
+    """Return what ``show`` returns, with its ``source``, or why it fails."""
+    found: CapturedTrial | Exception
     try:
-        return show()
+        found = replace(show(), source=source if seal.is_tight else _NOT_SEALED[source])
     except (CaptureError, TooLargeError) as error:
-        return error
+        found = error
     except BaseException as error:
         place = _line_of_user(error)
-        return CaptureError(f"the dry run of the objective ends{place} with {type(error).__name__}: {_short(error)}")
+        words = f"{type(error).__name__}: {_short(error)}"
+        found = CaptureError(f"the dry run of the objective ends{place} with {words}{explain(error, seal)}")
+    return seal.programs.problem or found
+
+
+_NOT_SEALED: dict[Source, Source] = {
+    "captured": "captured, not sealed",
+    "captured at the first forward pass": "captured at the first forward pass, not sealed",
+}
 
 
 def _short(error: BaseException) -> str:

@@ -25,6 +25,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
+
 from perfguard.capture.child import (
     HAS_SENT,
     Answer,
@@ -33,11 +35,14 @@ from perfguard.capture.child import (
     autograd_refuses_forks,
     await_child,
     can_fork,
+    child_sealed,
     dry_run,
     fork,
-    say_nothing,
+    kill_tree,
+    limit_stalls,
+    silence_output,
 )
-from perfguard.capture.sandbox import leave_files
+from perfguard.capture.seal import StartsTrainingError, remove_scratch
 from perfguard.capture.spawned import Spawned
 from perfguard.exceptions import CaptureError
 
@@ -56,6 +61,7 @@ class DryRuns:
         most_bytes: the most host memory that a dry run may take beyond what this process has.
         most_failed: dry runs that fail in a row before no more are made.
         spares: give all batches for a while. Without, the steps of a trial may not be seen.
+        network: leave the network open in dry runs.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class DryRuns:
         most_bytes: int = 8 * 2**30,
         most_failed: int = 3,
         spares: bool = True,
+        network: bool = False,
     ) -> None:
         self._objective = objective
         self._device = device
@@ -92,6 +99,7 @@ class DryRuns:
         self._by_value: dict[tuple[str, ...], bool] = {}
         """Whether the values of continuous parameters change the step, by the names of all parameters."""
         self._spares = spares
+        self._network = network
 
     def start(self) -> None:
         """Start the server, unless it runs. Call it before the first trial.
@@ -105,7 +113,7 @@ class DryRuns:
             with suppress(OSError, CaptureError):
                 self._fork()
                 return
-        self._spawned = Spawned(self._objective, self._device)
+        self._spawned = Spawned(self._objective, self._device, network=self._network)
         self._pipe, self._server = self._spawned.pipe, self._spawned.pid
         self._finalizer = weakref.finalize(self, self._spawned.end, os.getpid())
 
@@ -115,8 +123,9 @@ class DryRuns:
         self._server = fork(keeps_autograd=keeps_autograd)
         if not self._server:
             here.close()
-            _serve(there, self._objective, self._device, self._most_bytes, os.getppid(), keeps_autograd)
+            _serve(there, self._objective, self._device, self._most_bytes, os.getppid(), keeps_autograd, self._network)
         there.close()
+        limit_stalls(here)
         self._pipe = here
         self._finalizer = weakref.finalize(self, _end_server, self._server, here, os.getpid())
 
@@ -196,7 +205,8 @@ class DryRuns:
         self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
         failed = isinstance(found, CaptureError) and not isinstance(found, SelfEnded)
         self._num_failed = self._num_failed + 1 if failed else 0
-        if isinstance(found, CaptureError) and self._num_failed == self.most_failed:  # it fails whatever the parameters are
+        is_hopeless = self._num_failed == self.most_failed or isinstance(found, StartsTrainingError)
+        if isinstance(found, CaptureError) and is_hopeless:  # it fails whatever the parameters are
             self._give_up(found)
         if isinstance(found, CaptureError) and not answers:  # it did not come to what tells trials apart
             return
@@ -306,16 +316,23 @@ def _exactly(answers: Mapping[str, Answer]) -> Any:
 
 
 def _serve(
-    pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int, parent: int, keeps_autograd: bool
+    pipe: Connection,
+    objective: Callable[[Ask], object],
+    device: Device,
+    most_bytes: int,
+    parent: int,
+    keeps_autograd: bool,
+    network: bool,
 ) -> NoReturn:
     """Fork a child for each request, until the process before ends or closes the pipe."""
     try:
         os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees
-        say_nothing()
+        silence_output()
+        import safetensors.torch  # noqa: F401 - the children find it imported, and the next one
         import torch
         import torch._dynamo
 
-        import perfguard.capture.trial  # noqa: F401 - the children find it imported
+        import perfguard.capture.trial  # noqa: F401
 
         torch.set_num_threads(1)  # the threads of the process before have not come along
         gc.freeze()
@@ -330,11 +347,12 @@ def _serve(
             child = fork(keeps_autograd=keeps_autograd)
             if not child:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                leave_files()
-                dry_run(pipe, number, objective, device, spares)
+                with child_sealed([pipe.fileno()], network=network) as seal:
+                    dry_run(pipe, number, objective, device, spares=spares, seal=seal)
                 os._exit(HAS_SENT)
             problem = await_child(child, most_s, most_bytes, parent)
             os.killpg(0, signal.SIGTERM)  # processes that the objective has started
+            remove_scratch(child)
             if problem:
                 pipe.send((number, "failed", CaptureError(problem)))
     except BaseException:  # the other end is closed
@@ -347,9 +365,14 @@ def _end_server(server: int, pipe: Connection, owner: int) -> None:
     if os.getpid() != owner:  # a process that was forked meanwhile
         return
     pipe.close()
-    with suppress(ProcessLookupError):
-        os.kill(server, signal.SIGKILL)
-    with suppress(ProcessLookupError):  # it may not have made its group yet
-        os.killpg(server, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(server, 0)
+    children = _children_of(server)
+    kill_tree(server)
+    for child in children:
+        remove_scratch(child)
+
+
+def _children_of(process: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(process).children()]
+    except psutil.Error:
+        return []

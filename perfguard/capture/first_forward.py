@@ -7,12 +7,11 @@ The trial runs for real until a model that is trained begins its first forward p
 
 So the set-up happens once and may depend on values, but a trial that is pruned has paid for it.
 
-The child has what the set-up has opened: files, sockets, memory that is shared. It makes all of that its own before it goes on.
+The child has what the set-up has opened: files, sockets, memory that is shared. The seal makes all of that its own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -21,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -33,9 +31,19 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from perfguard.capture.child import HAS_SENT, autograd_refuses_forks, await_child, change_nothing, fork, say_nothing, shown
+from perfguard.capture.child import (
+    HAS_SENT,
+    autograd_refuses_forks,
+    await_child,
+    child_sealed,
+    fork,
+    kill_tree,
+    limit_stalls,
+    shown,
+    silence_output,
+)
 from perfguard.capture.loaders import batches_given
-from perfguard.capture.sandbox import leave_files, leave_shared_memory
+from perfguard.capture.seal import Seal, linux, remove_scratch
 from perfguard.capture.trial import Watch, watching
 from perfguard.exceptions import CaptureError
 from perfguard.measure.run import status_of
@@ -44,9 +52,6 @@ from perfguard.workload import CapturedTrial
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-
-_PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent ends (linux/prctl.h)."""
 
 
 class FirstForward:
@@ -61,6 +66,7 @@ class FirstForward:
         most_seconds: how long the child may take.
         most_bytes: the most host memory that it may take beyond what this process has.
         most_tries: the number of models that are tried, if the dry run fails. The first may belong to the set-up.
+        network: leave the network open in the child.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class FirstForward:
         most_seconds: float = 60.0,
         most_bytes: int = 8 * 2**30,
         most_tries: int = 3,
+        network: bool = False,
     ) -> None:
         self._device = device
         self._judge = judge
@@ -81,6 +88,7 @@ class FirstForward:
         self._most_seconds = most_seconds
         self._most_bytes = most_bytes
         self._tries_left = most_tries
+        self._network = network
         self._is_judged = False
         self._ended: Exception | None = None
         """What has ended the trial."""
@@ -96,7 +104,9 @@ class FirstForward:
         self._thread = threading.get_ident()
         self._hooks = ExitStack()
         self._stage = ExitStack()
+        self._sealing = ExitStack()
         self._watch: Watch
+        self._seal: Seal
         self._pipe: Connection
         """To the process before."""
         self.child = 0
@@ -178,6 +188,7 @@ class FirstForward:
         if not child:
             return self._go_on(there)
         there.close()
+        limit_stalls(here)
         with here:
             found = self._received(child, here)
         self.waited_s += time.monotonic() - began
@@ -192,18 +203,18 @@ class FirstForward:
 
         def wait(seconds: float) -> None:
             if not found and pipe.poll(seconds):
-                with suppress(EOFError):
+                with suppress(EOFError, OSError):
                     found.append(pipe.recv())
 
         try:
             problem = await_child(child, self._most_seconds, self._most_bytes, os.getppid(), wait)
         except BaseException:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            kill_tree(child)
             raise
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGTERM)  # processes that the objective has started
+            remove_scratch(child)
         wait(0.0)
         if problem:  # it may hang in the same way again
             self._tries_left = 0
@@ -216,13 +227,15 @@ class FirstForward:
         self.child, self._pipe = os.getpid(), pipe
         try:
             os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees, which ends this group
-            with suppress(OSError, AttributeError):
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            say_nothing()
-            leave_files(connections_but=pipe.fileno())
-            leave_shared_memory()
+            silence_output()
             self._leave_study()
-            change_nothing()
+            self._seal = self._sealing.enter_context(child_sealed([pipe.fileno()], network=self._network))
+        except BaseException as error:
+            pipe.send(CaptureError(f"its process cannot be sealed ({type(error).__name__}: {error})"))
+            os._exit(HAS_SENT)
+        try:
+            with suppress(OSError):
+                linux.prctl(linux.DIE_WITH_PARENT, signal.SIGKILL)
             torch.set_num_threads(1)  # the threads of the process before have not come along
             # The step of an optimizer goes through its hooks, which must stay as they are until it is through.
             _optimizer._global_optimizer_pre_hooks = _optimizer._global_optimizer_pre_hooks.copy()
@@ -241,9 +254,10 @@ class FirstForward:
             with self._stage:
                 if error is not None:
                     raise error
-            return replace(self._watch.captured(), source="captured at the first forward pass")
+            return self._watch.captured()
 
         try:
-            self._pipe.send(shown(show))
+            with self._sealing:
+                self._pipe.send(shown(show, self._seal, "captured at the first forward pass"))
         finally:
             os._exit(HAS_SENT)

@@ -19,13 +19,14 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
 from operator import attrgetter
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from perfguard.capture.child import beyond_limits, dry_run, resident_bytes, say_nothing
+from perfguard.capture.child import beyond_limits, child_sealed, dry_run, limit_stalls, resident_bytes, silence_output
+from perfguard.capture.seal import Seal, remove_scratch
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ import sys
 sys.path.pop(0)  # the folder of the user, whose modules may have the names of those of Python
 import pickle
 from multiprocessing.connection import Listener
-sys.path[:], sys.argv[:], key = pickle.load(sys.stdin.buffer)
+sys.path[:], sys.argv[:], key, network = pickle.load(sys.stdin.buffer)
 with Listener(("127.0.0.1", 0), authkey=key) as listener:
     print(listener.address[1], flush=True)
     pipe = listener.accept()
 from perfguard.capture.spawned import main
-main(pipe)
+main(pipe, network)
 """
 _STATES = (
     ("random", "getstate", "setstate"),
@@ -66,13 +67,13 @@ class Spawned:
     """A process that makes one dry run.
 
     Args:
-        objective, device: as for :class:`DryRuns`.
+        objective, device, network: as for :class:`DryRuns`.
 
     Raises:
         CaptureError: if the objective cannot be sent, or no process starts.
     """
 
-    def __init__(self, objective: Callable[..., object], device: Device) -> None:
+    def __init__(self, objective: Callable[..., object], device: Device, *, network: bool = False) -> None:
         import cloudpickle  # type: ignore[import-untyped]
 
         try:
@@ -89,9 +90,10 @@ class Spawned:
         try:
             self._process = subprocess.Popen(command, start_new_session=True, **streams)
             with self._process.stdin as given, self._process.stdout as said:  # type: ignore[union-attr]
-                pickle.dump((sys.path, sys.argv, key), given)
+                pickle.dump((sys.path, sys.argv, key, network), given)
                 given.flush()
-                self.pipe: Connection = Client(("127.0.0.1", int(said.readline())), authkey=key)
+                self.pipe: Connection = Client(("127.0.0.1", int(_first_line(said))), authkey=key)
+            limit_stalls(self.pipe)
             self.pipe.send(load)
         except (OSError, EOFError, TypeError, ValueError) as error:  # Python is embedded, for instance
             raise CaptureError(f"no process for dry runs starts ({type(error).__name__}: {error})") from error
@@ -131,7 +133,23 @@ class Spawned:
                 with suppress(psutil.Error):
                     each.kill()
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, at a disk for instance, and ends later
+            self._process.wait(10)
+        remove_scratch(self.pid)
+
+
+def _first_line(stream: Any, *, most_s: float = 60.0) -> bytes:
+    """Return the first line that a process says.
+
+    Raises:
+        TimeoutError: if it says none for ``most_s`` seconds.
+    """
+    found: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=lambda: found.put(stream.readline()), daemon=True).start()
+    try:
+        return found.get(timeout=most_s)
+    except Empty:
+        raise TimeoutError(f"it says nothing for {most_s:g} s") from None
 
 
 def _settings() -> list[tuple[Any, ...]]:
@@ -152,10 +170,16 @@ def _read(owner: str, name: str) -> Any:
         return getattr(attrgetter(owner)(sys.modules["torch"].backends), name)
 
 
-def main(pipe: Connection) -> None:
+def main(pipe: Connection, network: bool) -> None:
     """Run in the process: load the objective, and make one dry run of it."""
-    say_nothing()
+    silence_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user sees
+    with child_sealed([pipe.fileno()], network=network) as seal:  # while it has one thread
+        _make_dry_run(pipe, seal)
+        threading.Event().wait()  # to be ended
+
+
+def _make_dry_run(pipe: Connection, seal: Seal) -> None:
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
     problem: CaptureError | None = None
@@ -175,8 +199,7 @@ def main(pipe: Connection) -> None:
         problem = CaptureError(f"a new process cannot load the objective ({words}). Describe what trials run: build=...")
     pipe.send((problem, os.getpid()))
     _, (number, _, spares) = inbox.get()
-    dry_run(SimpleNamespace(send=pipe.send, recv=inbox.get), number, objective, device, spares)
-    threading.Event().wait()  # to be ended, with what the objective has started
+    dry_run(SimpleNamespace(send=pipe.send, recv=inbox.get), number, objective, device, spares=spares, seal=seal)
 
 
 def _listen(pipe: Connection, inbox: SimpleQueue[Any]) -> None:

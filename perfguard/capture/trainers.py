@@ -11,8 +11,6 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from perfguard.graph.shape_rules import META
 from perfguard.pytorch import objects_of
 
@@ -36,10 +34,6 @@ def follow_trainers(replace: Replace, loaders: Loaders) -> None:
         for finder in (*_of_lightning("pytorch.callbacks.lr_finder"), *_of_lightning("pytorch.callbacks.batch_size_finder")):
             if not hasattr(getattr(finder, name, None), "__wrapped__"):
                 replace(finder, name, make)
-    for files in _of_lightning("fabric.plugins.io.torch_io", "TorchCheckpointIO"):
-        if not hasattr(files.load_checkpoint, "__wrapped__"):
-            replace(files, "save_checkpoint", lambda _: lambda _self, checkpoint, path, **_: torch.save(checkpoint, path))
-            replace(files, "load_checkpoint", _loading_what_was_saved)
 
 
 def _of_lightning(module: str, name: str = "") -> list[Any]:
@@ -126,17 +120,6 @@ def _keeping_the_batch_size(own: Any) -> Any:
     def _scale_batch_size(*_: Any, **__: Any) -> None: ...
 
     return _scale_batch_size
-
-
-def _loading_what_was_saved(own: Any) -> Any:
-    @functools.wraps(own)
-    def load_checkpoint(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return own(self, path, *args, **kwargs)
-        except FileNotFoundError:  # a dry run writes no file, but knows what was saved
-            return torch.load(path)
-
-    return load_checkpoint
 
 
 def _validating(own: Any) -> Any:

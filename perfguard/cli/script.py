@@ -36,6 +36,7 @@ def capture_script(
     world_size: int | None = None,
     spares: bool = True,
     choose: Callable[[Setup], Setup] | None = None,
+    network: bool = False,
 ) -> CapturedTrial:
     """Return what a training script with these words would run on ``device``. It runs in a process of its own.
 
@@ -45,6 +46,7 @@ def capture_script(
         device: where it would run.
         world_size: number of processes, of which it is the first. None: the environment or the script itself says it.
         spares: give all batches for a while, before loaders are cut short. Without, the steps of the script may not be seen.
+        network: leave the network open.
         choose: returns how Hugging Face's Trainer runs a step instead of how the script says. It is called in this process.
 
     Raises:
@@ -56,11 +58,11 @@ def capture_script(
     if file.is_file() and "mlflow" in file.read_text(errors="replace") and find_spec("mlflow"):
         import mlflow  # noqa: F401  # a dry run silences what was imported before it
     run = functools.partial(_run, path, words, world_size, choose is not None)
-    runs = DryRuns(run, device, most_seconds=MOST_SECONDS + 5, spares=spares)
+    runs = DryRuns(run, device, most_seconds=MOST_SECONDS + 5, spares=spares, network=network)
     try:
         return runs.capture(lambda setup: Answer("setup", choose(setup)) if choose else _has_no_parameters(setup))
     except CaptureError as error:
-        text = str(error).replace("build=...", f"{path}:BUILD")  # an engine's words are those of Python
+        text = str(error).replace("build=...", f"{path}:BUILD").replace("dry_run_network=True", "--dry-run-network")  # an engine's words are those of Python
         raise CaptureError(text.replace("The objective", path).replace("the objective", path)) from error
     finally:
         runs.close()

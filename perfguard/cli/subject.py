@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from perfguard.cli.script import capture_script
 from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
+from perfguard.verdict import NOT_SEALED
 from perfguard.workload import (
     Build,
     Mode,
@@ -76,6 +77,11 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes that torchrun would start; the first is dry-run",
     )
     add_network_argument(parser)
+    parser.add_argument(
+        "--dry-run-network",
+        action="store_true",
+        help="leave the network open in the dry run of a script, for data that are read from far",
+    )
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 
@@ -157,8 +163,9 @@ def check_subject(arguments: argparse.Namespace) -> None:
                 raise ConfigurationError(
                     f"--{name.replace('_', '-')} is not for scripts. The script's own words follow --: {path} -- --batch-size 64."
                 )
-    elif arguments.world_size:
-        raise ConfigurationError(f"--world-size is for a script, such as train.py, but got {arguments.source!r}.")
+    elif arguments.world_size or arguments.dry_run_network:
+        option = "--world-size" if arguments.world_size else "--dry-run-network"
+        raise ConfigurationError(f"{option} is for a script, such as train.py, but got {arguments.source!r}.")
     elif arguments.words:
         raise ConfigurationError(f"-- is for a script, such as train.py, but got {arguments.source!r}.")
     elif is_onnx(arguments):
@@ -242,9 +249,16 @@ def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:
 
 
 def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
-    seen = capture_script(arguments.source, arguments.words, device, world_size=arguments.world_size)
+    seen = capture_script(
+        arguments.source,
+        arguments.words,
+        device,
+        world_size=arguments.world_size,
+        network=arguments.dry_run_network,
+    )
     notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
     steps = arguments.steps or seen.steps
+    notes += [NOT_SEALED] if seen.source.endswith("not sealed") else []
     notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
     return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases, seen.host_memory)
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded, dry_runs
+from perfguard.capture.seal import RUNGS, inherited, ladder
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.workload import CapturedTrial
@@ -62,7 +63,7 @@ def no_params(*question: Any) -> Answer:
 
 
 class Bell:
-    """A pipe that dry runs write a byte to. It is no file, so they may."""
+    """A pipe that dry runs write a byte to. The seal leaves it open, for these tests alone."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -79,8 +80,10 @@ class Bell:
 
 
 @pytest.fixture
-def bell() -> Bell:
-    return Bell()
+def bell(monkeypatch: pytest.MonkeyPatch) -> Bell:
+    bell, leave_files = Bell(), inherited.leave_files
+    monkeypatch.setattr(ladder, "leave_files", lambda keep: leave_files([*keep, bell._write]))
+    return bell
 
 
 def is_alive(process: int) -> bool:
@@ -124,7 +127,7 @@ def test_weights_gradients_and_random_numbers_stay_as_they_are(dry: Callable[...
     assert not torch.cuda.is_initialized()
 
 
-def test_a_dry_run_has_database_connections_of_its_own(postgres_url: str, dry: Callable[..., DryRuns]) -> None:
+def test_a_dry_run_reaches_no_database_and_leaves_its_connections_alone(postgres_url: str, dry: Callable[..., DryRuns]) -> None:
     """Two processes that talk over one connection get each other's answers."""
     engine = sqlalchemy.create_engine(postgres_url)
 
@@ -135,10 +138,11 @@ def test_a_dry_run_has_database_connections_of_its_own(postgres_url: str, dry: C
     own = backend()
 
     def objective(ask: Ask) -> None:
-        assert backend() != own
+        backend()
         train()
 
-    assert dry(objective).capture(no_params).unseen == ""
+    with pytest.raises(CaptureError, match="A dry run has no network"):
+        dry(objective).capture(no_params)
     assert backend() == own
     engine.dispose()
 
@@ -147,7 +151,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def test_files_stay_as_they_are(dry: Callable[..., DryRuns], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_files_stay_as_they_are(rung: str, dry: Callable[..., DryRuns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERFGUARD_SEAL", rung)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "weights.pt").write_bytes(b"weights")
     (tmp_path / "notes.txt").write_text("notes")
@@ -175,7 +181,15 @@ def test_files_stay_as_they_are(dry: Callable[..., DryRuns], tmp_path: Path) -> 
         (tmp_path / "old" / "weights.pt").unlink()
         (tmp_path / "notes.txt").rename(tmp_path / "renamed.txt")
         shutil.rmtree(tmp_path / "old")
-        os.remove(tmp_path / "notes.txt")  # noqa: PTH107
+        os.remove(tmp_path / "renamed.txt")  # noqa: PTH107
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "handler.log",
+            "loss.npy",
+            "more",
+            "own.db",
+            "run.log",
+            "runs",
+        ]
         try:
             handler.emit(logging.LogRecord("user", logging.INFO, "", 1, "dry", (), None))
             log.write("dry")
@@ -187,7 +201,6 @@ def test_files_stay_as_they_are(dry: Callable[..., DryRuns], tmp_path: Path) -> 
             database.commit()
         except sqlite3.OperationalError:
             pass
-        assert (tmp_path / "old" / "weights.pt").read_bytes() == b"weights"
 
     captured = dry(objective).capture(no_params)
     assert (captured.unseen, captured.steps) == ("", 20)
@@ -218,7 +231,7 @@ def test_a_checkpoint_of_the_trial_is_loaded_beside_what_training_has_left(
 
 @pytest.mark.parametrize("store", ["http://127.0.0.1:9", "sqlite:///{folder}/mlflow.db"])
 def test_mlflow_starts_no_run(store: str, dry: Callable[..., DryRuns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is another process, so a sandbox for files does not keep a run from being made there."""
+    """Its server is another process, so a seal for files alone would not keep a run from being made there."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
