@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
+from torch.utils.flop_counter import flop_registry
 
 from perfguard.graph.kernels import Target, target_of
 from perfguard.graph.opgraph import OpGraph
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 _OF_COMPILER = ("_compiled_call_impl", "_is_torch_compile", "_compile_kwargs")
 """Attributes by which torch.compile marks a module, and Lightning's own torch.compile."""
 _LEAVES = (type, types.CodeType, types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, torch._ops.OpOverload,
-           torch.dtype, torch.device, torch.memory_format)  # fmt: skip
+           torch._ops.OpOverloadPacket, CustomOpDef, torch.dtype, torch.device, torch.memory_format)  # fmt: skip
 """What is compared as it is."""
 
 
@@ -100,7 +102,8 @@ def _ambient() -> Hashable:
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
         raise _Indescribable
     cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
+    # Formulas of FLOPs are only ever added.
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype(), len(flop_registry)
 
 
 def _optimizer(value: Any) -> Any:
