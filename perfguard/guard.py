@@ -27,6 +27,7 @@ from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
     DriftWarning,
+    LogError,
     LogWarning,
     MeasurementWarning,
     TooLargeError,
@@ -670,8 +671,11 @@ class Guard:
 
     def _learn_from_log(self, study: str) -> None:
         with self._going_on(UnguardedTrialWarning, "learn from its log"), self._lock:
-            found = self._learner.update(self.device, study=study)
-            if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
+            try:
+                found = self._learner.update(self.device, study=study)
+            except LogError:  # the log is away, and has warned; what is known goes on
+                return
+            if found.observations or not self._assessment.observations:  # a log that is empty now teaches nothing
                 self._assessment, self._study = found, study
 
     def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
