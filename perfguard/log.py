@@ -121,7 +121,8 @@ class MeasurementStore:
     later record, read or flush writes it, or the next opening of the log. After a slow failure, a study makes no attempt for ten
     times as long, so attempts take at most a tenth of its time. Any success ends that pause. Threads
     and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
-    used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
+    used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one. It keeps all rows, but of graphs only those
+    of the newest decisions and of the runs that may still be learnt.
 
     What cannot wait raises a LogError while the database is away: all that reads (records, observations, device_ids, weights,
     counts, promoted and export) or changes rows (correct, set_aside, take_back, prune, promote and roll_back). So an empty list
@@ -164,6 +165,7 @@ class MeasurementStore:
         self._rows: list[Row] = []  # rows that neither the database nor the disk could take yet
         self._warned: set[type[Exception]] = set()
         self._last_ns = 0
+        self._num_decisions = 0
         # A predictor recognises graphs that it has seen by identity, so those that somebody still holds are found again.
         self._graphs: weakref.WeakValueDictionary[str, OpGraph] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, leave, self._rows, self._database)
@@ -205,6 +207,9 @@ class MeasurementStore:
                 rows.append(tables.device_row(device))
                 values["device_hash"] = rows[-1].values["content_hash"]
             self._deliver(*rows, tables.decision_row(verdict, params, created_at_ns=self._now_ns(), **values))
+            self._num_decisions += 1
+            if self._database.in_memory and self._num_decisions % 128 == 0:
+                self._forget_graphs()
         return str(values["decision_id"])
 
     def record_measurement(self, decision_id: str, measurement: Measurement) -> None:
@@ -525,6 +530,21 @@ class MeasurementStore:
             self._database.retry_at_s = time.monotonic() + 10 * waited_s if waited_s > 0.2 else 0.0
             raise
         self._database.retry_at_s = 0.0
+
+    def _forget_graphs(self, *, newest: int = 128, most_runs: int = 500) -> None:
+        """Remove graphs that nobody will ask for: a log in memory would grow by 10 to 100 KiB for each structure.
+
+        Kept are those of the ``newest`` decisions, of the ``most_runs`` newest runs, and of launched trials that may still run.
+        """
+        is_run = DecisionRow.decision_id == MeasurementRow.decision_id
+        kept = (
+            sql.select(DecisionRow.graph_hash).order_by(DecisionRow.created_at_ns.desc()).limit(newest),
+            sql.select(DecisionRow.graph_hash).where(is_run).order_by(MeasurementRow.recorded_at_ns.desc()).limit(most_runs),
+            sql.select(DecisionRow.graph_hash).where(DecisionRow.verdict != "prune", ~sql.exists().where(is_run)),
+        )
+        chosen = [GraphRow.content_hash.not_in(query.where(DecisionRow.graph_hash.is_not(None))) for query in kept]
+        with suppress(LogError), self._opened() as database, database.transaction() as connection:
+            connection.execute(sql.delete(GraphRow).where(*chosen))
 
     def _warn(self, error: Exception) -> None:
         """Warn once of each kind of trouble: a log that is damaged now may have been locked before."""

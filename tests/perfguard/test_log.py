@@ -28,7 +28,18 @@ from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
 from perfguard.verdict import Verdict
-from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, beside, locked, make_graph, record, trials
+from tests.perfguard.log_rows import (
+    DEVICE,
+    LAUNCHED,
+    MEASUREMENT,
+    PREDICTION,
+    PRUNED,
+    beside,
+    locked,
+    make_graph,
+    record,
+    trials,
+)
 from tests.warm import run_fresh
 
 
@@ -252,6 +263,35 @@ def test_log_of_fewer_quantities_gets_the_others(path: Path) -> None:
 def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         MeasurementStore(url)
+
+
+def another(graph: OpGraph, number: int) -> OpGraph:
+    """A graph of another structure for each number."""
+    return replace(graph, storages=(graph.storages[0]._replace(num_bytes=number), *graph.storages[1:]))
+
+
+def test_log_in_memory_keeps_the_graphs_that_may_be_learnt_from(graph: OpGraph) -> None:
+    # 16 KiB for 500 operators: a study of thousands of structures without a log would grow by them.
+    with MeasurementStore(":memory:") as store:
+        ids = [
+            record(store, trial, LAUNCHED if trial < 2 else PRUNED, graph=another(graph, trial), device=DEVICE)
+            for trial in range(400)
+        ]
+        assert store.counts()["decisions"] == 400
+        assert store.counts()["graphs"] <= 2 + 2 * 128
+        for decision_id in ids[:2]:  # they have run all the while
+            store.record_measurement(decision_id, MEASUREMENT)
+        for trial in range(400, 800):
+            record(store, trial, PRUNED, graph=another(graph, trial), device=DEVICE)
+        found = [run.graph.content_hash for run in store.observations("toy")]
+        assert found == [another(graph, trial).content_hash for trial in range(2)]
+
+
+def test_log_in_a_file_keeps_all_graphs(path: Path, graph: OpGraph) -> None:
+    with MeasurementStore(path) as store:
+        for trial in range(140):
+            record(store, trial, PRUNED, graph=another(graph, trial), device=DEVICE)
+        assert store.counts()["graphs"] == 140
 
 
 def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
