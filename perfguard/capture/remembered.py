@@ -43,7 +43,7 @@ class Remembered:
     Args:
         most_failed: dry runs that fail in a row before no more are made.
         most_trials: the most trials that are remembered.
-        most_operators: the most operators that all their graphs have together. One takes about 4 KiB.
+        most_operators: the most operators that all their graphs have together. One takes 1 to 4 KiB.
         most_questions: the most questions that are remembered.
     """
 

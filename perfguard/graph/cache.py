@@ -44,7 +44,7 @@ class TraceCache:
 
     Args:
         most_graphs: the most graphs that are remembered.
-        most_operators: the most operators that all of them have together. One takes about 1.3 KiB.
+        most_operators: the most operators that all of them have together. One takes about 1 KiB.
     """
 
     def __init__(self, most_graphs: int = 128, *, most_operators: int = 100_000) -> None:
