@@ -62,7 +62,9 @@ def capture_script(
     try:
         return runs.capture(lambda setup: Answer("setup", choose(setup)) if choose else _has_no_parameters(setup))
     except CaptureError as error:
-        text = str(error).replace("build=...", f"{path}:BUILD").replace("dry_run_network=True", "--dry-run-network")  # an engine's words are those of Python
+        text = (
+            str(error).replace("build=...", f"{path}:BUILD").replace("dry_run_network=True", "--dry-run-network")
+        )  # an engine's words are those of Python
         raise CaptureError(text.replace("The objective", path).replace("the objective", path)) from error
     finally:
         runs.close()
