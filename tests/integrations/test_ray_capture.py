@@ -185,6 +185,17 @@ def test_a_trial_that_fits_runs_and_one_that_does_not_never_starts(tmp_path: Pat
     assert "the budget is 1.00 MiB" in rejected.verdict.reason
 
 
+@pytest.mark.parametrize("gpu", [BARE_A100, "cpu"], ids=["gpu", "cpu"])
+def test_model_that_the_host_cannot_hold_never_starts(tmp_path: Path, gpu: Any) -> None:
+    """Its dry run failed for want of memory, so it was launched."""
+    guarded = perfguard_ray.guarded(train, **OPTIONS | {"gpu": gpu})
+    with pytest.warns(NothingFeasibleWarning, match="1 of 2 points were left out"):
+        fit(guarded, tmp_path, {"width": tune.grid_search([SMALL, 10**9])})  # 238 GiB
+    assert [file.name for file in tmp_path.glob("ran-*")] == [f"ran-{SMALL}"]
+    (rejected,) = [record for record in guarded.perfguard.ledger.records() if record.in_words == "pruned"]
+    assert "needs at least" in rejected.verdict.reason
+
+
 def test_a_searcher_is_guarded_and_its_resources_come_from_predictions(tmp_path: Path) -> None:
     guarded = perfguard_ray.guarded(train, **OPTIONS | {"gpu": "cpu"})
     trainable = tune.with_resources(guarded, perfguard_ray.resources(guarded))
