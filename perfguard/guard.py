@@ -17,8 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -27,6 +28,7 @@ from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
     DriftWarning,
+    LogError,
     LogWarning,
     MeasurementWarning,
     TooLargeError,
@@ -36,6 +38,7 @@ from perfguard.exceptions import (
     log_once,
     warn_user,
 )
+from perfguard.last_used import LastUsed
 from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
@@ -171,8 +174,8 @@ class Guard:
         """Trials that were launched with a verdict."""
         self._expected_violations = 0.0
         self._traces = TraceCache()
-        self._real_steps: dict[str, OpGraph] = {}
-        """What captured steps really are, by their hash. A launched trial has shown it."""
+        self._real_steps: LastUsed[str, _RealStep] = LastUsed(1024, most_weight=100_000, weigh=_num_operators)
+        """What captured steps really are, by their hash. A launched trial shows it."""
         self._lock = threading.RLock()
         self._warned: set[tuple[type[Warning], str]] = set()
         self._learner = Learner(self.predictor, self.log)
@@ -235,7 +238,8 @@ class Guard:
             WorkloadError: if the workload cannot be traced.
         """
         if isinstance(workload, CapturedTrial):
-            return self._real_steps.get(workload.graph.content_hash, workload.graph)
+            real = self._real_steps.get(workload.graph.content_hash)
+            return workload.graph if real is None or real.graph is None else real.graph
         return self._traces.trace(workload, target=self.device)
 
     def key_of(self, found: AnyWorkload | Exception, params: Mapping[str, Any]) -> Hashable:
@@ -589,12 +593,12 @@ class Guard:
     # --- Learning ---------------------------------------------------------------------------------------------------------------
 
     def watch(self, captured: CapturedTrial) -> RealStep | None:
-        """Return what holds a step of a launched trial against its dry run. None: an equal trial was launched before."""
+        """Return what holds a step of a launched trial against its dry run. None: an equal trial was launched not long ago."""
         from perfguard.capture.real import RealStep
 
-        if captured.graph.content_hash in self._real_steps:
+        if self._real_steps.get(captured.graph.content_hash) is not None:
             return None
-        self._real_steps[captured.graph.content_hash] = captured.graph
+        self._real_steps.put(captured.graph.content_hash, _RealStep())
         return RealStep(captured, self.device.kind)
 
     def _correct(self, decision: Decision, difference: Difference) -> Decision:
@@ -608,7 +612,7 @@ class Guard:
         )
         with self._going_on(LogWarning, "log a real step"):
             captured, graph = difference.captured, difference.graph
-            self._real_steps[captured.graph.content_hash] = graph
+            self._real_steps.put(captured.graph.content_hash, _RealStep(graph))
             with self._lock:
                 verdict = self._judge(captured, graph)
             verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {difference.in_words}")
@@ -670,8 +674,11 @@ class Guard:
 
     def _learn_from_log(self, study: str) -> None:
         with self._going_on(UnguardedTrialWarning, "learn from its log"), self._lock:
-            found = self._learner.update(self.device, study=study)
-            if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
+            try:
+                found = self._learner.update(self.device, study=study)
+            except LogError:  # the log is away, and has warned; what is known goes on
+                return
+            if found.observations or not self._assessment.observations:  # a log that is empty now teaches nothing
                 self._assessment, self._study = found, study
 
     def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
@@ -729,11 +736,23 @@ class Guard:
         self._tuning = None
 
 
+class _RealStep(NamedTuple):
+    """What a captured step really is."""
+
+    graph: OpGraph | None = None
+    """None: as captured, or it is not known yet."""
+
+
+def _num_operators(real: _RealStep) -> int:
+    return 0 if real.graph is None else len(real.graph.ops)
+
+
 def key_of_params(params: Mapping[str, Any]) -> str:
-    """A text that is equal for equal hyperparameters, in any order of their names."""
+    """Return a short text that is equal for equal hyperparameters, in any order of their names."""
     try:
         # Pickled where JSON does not know it: an array, whose repr leaves things out, or an object.
-        return json.dumps(dict(params), sort_keys=True, default=lambda value: cloudpickle.dumps(value).hex())
+        text = json.dumps(dict(params), sort_keys=True, default=lambda value: cloudpickle.dumps(value).hex())
+        return sha256(text.encode()).hexdigest()
     except Exception:  # an object in it cannot be pickled, so it equals no other
         return uuid.uuid4().hex
 

@@ -118,12 +118,15 @@ class MeasurementStore:
 
     Opening raises an error if the log cannot be used. After that, no failure of the database reaches the study. A row that cannot
     be written now (database locked, disk full, server down) is kept in a file beside the log, with one :class:`LogWarning`. A
-    later record, read or flush writes it, or the next opening of the log. Such attempts take at most a tenth of the time. Threads
+    later record, read or flush writes it, or the next opening of the log. After a slow failure, a study makes no attempt for ten
+    times as long, so attempts take at most a tenth of its time. Any success ends that pause. Threads
     and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
-    used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
+    used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one. It keeps all rows, but of graphs only those
+    of the newest decisions and of the runs that may still be learnt.
 
-    What cannot wait (counts, correct, set_aside, take_back, prune, export, promote, promoted and roll_back) raises a LogError
-    while the database is away, and a ConfigurationError for arguments that cannot be right.
+    What cannot wait raises a LogError while the database is away: all that reads (records, observations, device_ids, weights,
+    counts, promoted and export) or changes rows (correct, set_aside, take_back, prune, promote and roll_back). So an empty list
+    means that there is nothing. Arguments that cannot be right are a ConfigurationError.
 
     Example:
         >>> from perfguard.verdict import Verdict
@@ -162,6 +165,7 @@ class MeasurementStore:
         self._rows: list[Row] = []  # rows that neither the database nor the disk could take yet
         self._warned: set[type[Exception]] = set()
         self._last_ns = 0
+        self._num_decisions = 0
         # A predictor recognises graphs that it has seen by identity, so those that somebody still holds are found again.
         self._graphs: weakref.WeakValueDictionary[str, OpGraph] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, leave, self._rows, self._database)
@@ -203,6 +207,9 @@ class MeasurementStore:
                 rows.append(tables.device_row(device))
                 values["device_hash"] = rows[-1].values["content_hash"]
             self._deliver(*rows, tables.decision_row(verdict, params, created_at_ns=self._now_ns(), **values))
+            self._num_decisions += 1
+            if self._database.in_memory and self._num_decisions % 128 == 0:
+                self._forget_graphs()
         return str(values["decision_id"])
 
     def record_measurement(self, decision_id: str, measurement: Measurement) -> None:
@@ -224,7 +231,11 @@ class MeasurementStore:
                 connection.execute(sql.update(DecisionRow).where(DecisionRow.decision_id == decision_id).values(values))
 
     def records(self, of: str | Selection | None = None, *, newest: int | None = None) -> list[TrialRecord]:
-        """The newest trials of a study (its name) or of a selection, oldest first. ``of`` or ``newest`` None: all."""
+        """Return the newest trials of a study (its name) or of a selection, oldest first. ``of`` or ``newest`` None: all.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
         selection = of if isinstance(of, Selection) else Selection(study=of)
         newest_first = DecisionRow.created_at_ns.desc(), DecisionRow.decision_id.desc()
         query = selection.query(DecisionRow, MeasurementRow, DeviceRow).order_by(*newest_first).limit(newest)
@@ -243,6 +254,11 @@ class MeasurementStore:
         that are set aside, or of another device than the one that was decided for, are left out. If ``device`` is no id, runs on
         the very same one (see :attr:`Device.identity`) carry it: the rates of a CPU differ from process to process, and what is
         learnt must be relative to the rates that predictions use.
+
+        A study asks after each of its trials. So an attempt that must fail is not made, and the log has warned.
+
+        Raises:
+            LogError: if the log cannot be read now, or could not a moment ago.
         """
         query = (
             sql.select(MeasurementRow, DecisionRow, DeviceRow.data)
@@ -258,8 +274,9 @@ class MeasurementStore:
             .order_by(MeasurementRow.recorded_at_ns.desc(), MeasurementRow.decision_id.desc())
             .limit(limit)
         )
-        rows = self._read(query)
-        graphs = self._graphs_of({decision.graph_hash for _, decision, _ in rows})
+        with self._opened(in_study=True) as database:
+            rows = _found(database, query)
+            graphs = self._graphs_of(database, {decision.graph_hash for _, decision, _ in rows})
         devices: dict[str, Device] = {}
         found = []
         for run, decision, data in reversed(rows):
@@ -373,9 +390,7 @@ class MeasurementStore:
 
     def promoted(self, predictor: str) -> tuple[str, bytes] | None:
         """The id and the bytes of the generation of ``predictor``'s weights that is in use. None: the shipped ones are."""
-        if self._database.is_away:
-            raise LogError(f"The measurement log {self.location} could not be reached. Try again.")
-        with self._opened() as database, database.engine.connect() as connection:
+        with self._opened(in_study=True) as database, database.engine.connect() as connection:
             row = connection.execute(_in_use(predictor, WeightsRow.weights_id, WeightsRow.data)).first()
         return None if row is None else (row.weights_id, row.data)
 
@@ -386,11 +401,12 @@ class MeasurementStore:
         """
         with self._opened() as database, database.transaction() as connection:
             weights_id = connection.execute(_in_use(predictor, WeightsRow.weights_id)).scalar()
-            if weights_id is None:
-                raise LogError(f"No fine-tuned weights of {predictor!r} are in use, so there is nothing to roll back.")
-            chosen = sql.update(WeightsRow).where(WeightsRow.weights_id == weights_id)
+            chosen = sql.update(WeightsRow).where(WeightsRow.weights_id == weights_id)  # no row has the id None
             connection.execute(chosen.values(rolled_back_at_ns=self._now_ns()))
-            return connection.execute(_in_use(predictor, WeightsRow.weights_id)).scalar()
+            before: str | None = connection.execute(_in_use(predictor, WeightsRow.weights_id)).scalar()
+        if weights_id is None:
+            raise LogError(f"No fine-tuned weights of {predictor!r} are in use, so there is nothing to roll back.")
+        return before
 
     def weights(self, predictor: str | None = None) -> list[LoggedWeights]:
         """The generations of ``predictor``'s weights, or of all predictors', oldest first."""
@@ -464,52 +480,71 @@ class MeasurementStore:
         """Write ``rows``, or keep them beside the log if that fails, with one warning. The caller holds the lock."""
         self._rows += rows
         if at_once or not self._database.is_away:
-            begun_s = time.monotonic()
             try:
-                self._database.write(self._rows)
-                self._rows.clear()
+                with self._attempt():
+                    pass
             except _TROUBLE as error:
-                self._failed(error, begun_s)
+                self._warn(error)
         if self._rows:
             with suppress(OSError):  # the disk is full, perhaps; they wait in memory, and the next call tries again
                 self._database.keep(self._rows)
 
     def _read(self, query: sql.Executable) -> Sequence[Any]:
-        """The rows that ``query`` finds; none, and a warning, if the log cannot be read."""
-        with self._lock:
-            if self._rows:
-                self._deliver()
-            if self._database.is_away:
-                return []
-            begun_s = time.monotonic()
-            try:
-                self._database.open()
-                with Session(self._database.engine) as session:
-                    return session.execute(query).all()
-            except _TROUBLE as error:
-                self._failed(error, begun_s)
-                return []
+        """Return the rows that ``query`` finds. A log that cannot be read is a LogError."""
+        with self._opened() as database:
+            return _found(database, query)
 
     @contextmanager
-    def _opened(self) -> Iterator[Database]:
-        """The database, for what must not wait. Any error of it becomes a LogError."""
+    def _opened(self, *, in_study: bool = False) -> Iterator[Database]:
+        """Yield the database to whoever needs an answer. Any error of it becomes a LogError.
+
+        A study goes on without an answer. So it makes no attempt during a pause, and each kind of trouble is warned of once.
+        """
         with self._lock:
+            if in_study and self._database.is_away:
+                raise LogError(f"The measurement log {self.location} could not be reached a moment ago. Try again later.")
             try:
-                self._database.write(self._rows)
-                self._rows.clear()
-                yield self._database
-            except LogError:
-                raise
-            except (SQLAlchemyError, OSError) as error:
-                self._database.is_open = False
+                with self._attempt() as database:
+                    yield database
+            except _TROUBLE as error:
+                if in_study:
+                    self._warn(error)
+                if isinstance(error, LogError):
+                    raise
                 raise LogError(f"The measurement log {self.location} cannot be used now: {reason_of(error)}.") from error
 
-    def _failed(self, error: Exception, begun_s: float) -> None:
-        """Pause ten times as long as the attempt took, so that a trial waits a tenth of the time at most."""
-        waited_s = time.monotonic() - begun_s
-        self._database.is_open = False
-        self._database.retry_at_s = time.monotonic() + 10 * waited_s if waited_s > 0.2 else 0.0
-        self._warn(error)
+    @contextmanager
+    def _attempt(self) -> Iterator[Database]:
+        """Yield the open database, with all rows written that wait in this process. A failure begins a pause, a success ends it.
+
+        The pause is ten times as long as the attempt took, so that a trial waits a tenth of the time at most.
+        """
+        begun_s = time.monotonic()
+        try:
+            self._database.write(self._rows)
+            self._rows.clear()
+            yield self._database
+        except _TROUBLE:
+            waited_s = time.monotonic() - begun_s
+            self._database.is_open = False
+            self._database.retry_at_s = time.monotonic() + 10 * waited_s if waited_s > 0.2 else 0.0
+            raise
+        self._database.retry_at_s = 0.0
+
+    def _forget_graphs(self, *, newest: int = 128, most_runs: int = 500) -> None:
+        """Remove graphs that nobody will ask for: a log in memory would grow by 10 to 100 KiB for each structure.
+
+        Kept are those of the ``newest`` decisions, of the ``most_runs`` newest runs, and of launched trials that may still run.
+        """
+        is_run = DecisionRow.decision_id == MeasurementRow.decision_id
+        kept = (
+            sql.select(DecisionRow.graph_hash).order_by(DecisionRow.created_at_ns.desc()).limit(newest),
+            sql.select(DecisionRow.graph_hash).where(is_run).order_by(MeasurementRow.recorded_at_ns.desc()).limit(most_runs),
+            sql.select(DecisionRow.graph_hash).where(DecisionRow.verdict != "prune", ~sql.exists().where(is_run)),
+        )
+        chosen = [GraphRow.content_hash.not_in(query.where(DecisionRow.graph_hash.is_not(None))) for query in kept]
+        with suppress(LogError), self._opened() as database, database.transaction() as connection:
+            connection.execute(sql.delete(GraphRow).where(*chosen))
 
     def _warn(self, error: Exception) -> None:
         """Warn once of each kind of trouble: a log that is damaged now may have been locked before."""
@@ -527,20 +562,26 @@ class MeasurementStore:
             message = f"The measurement log {self.location} has damaged rows, which are left out ({reason_of(error)})."
         warn_user(message, LogWarning)
 
-    def _graphs_of(self, hashes: set[str]) -> Mapping[str, OpGraph]:
-        """The graphs with those hashes. One that is damaged is left out, with a warning."""
+    def _graphs_of(self, database: Database, hashes: set[str]) -> Mapping[str, OpGraph]:
+        """Return the graphs with those hashes. One that is damaged is left out, with a warning."""
         from perfguard.graph import OpGraph
 
         found = {content_hash: graph for content_hash in hashes if (graph := self._graphs.get(content_hash)) is not None}
         missing = hashes - found.keys()
         wanted = sql.select(GraphRow.content_hash, GraphRow.data).where(GraphRow.content_hash.in_(missing))
-        for row in self._read(wanted) if missing else ():
+        for row in _found(database, wanted) if missing else ():
             try:
                 found[row.content_hash] = OpGraph.from_bytes(row.data)
             except _DAMAGED as error:
                 self._warn(error)
         self._graphs.update(found)
         return found
+
+
+def _found(database: Database, query: sql.Executable) -> Sequence[Any]:
+    """Return the rows that ``query`` finds."""
+    with Session(database.engine) as session:
+        return session.execute(query).all()
 
 
 def _in_use(predictor: str, *columns: Any) -> sql.Select[Any]:

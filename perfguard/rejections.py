@@ -1,7 +1,8 @@
 """The search of a study, and its memory of rejected configurations. Every tuner's plugin shares both.
 
 A configuration that does not fit is judged once more after another trial has ended, because the guard may have learnt from it.
-Then it is never judged again, so a search that proposes it for ever costs nothing.
+Then it is not judged again, so a search that proposes it for ever costs nothing. The 1,024 rejections that were used last are
+remembered. An older one is judged as a new one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning, warn_user
+from perfguard.last_used import LastUsed
 from perfguard.verdict import EVEN_CHANCE, Verdict
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class Search:
-    """The proposals of a study since its last launch, and all that were ever rejected."""
+    """The proposals of a study since its last launch, and its latest rejections."""
 
     patience: int = 30
     """Rejections in a row after which a search that finds nothing sure launches what more likely fits than not."""
@@ -51,8 +53,10 @@ class Search:
     has_warned: bool = False
     num_ended: int = 0
     """Trials of the study that have ended, from which the guard may have learnt."""
-    rejected: dict[Any, Rejection] = field(default_factory=dict)
+    rejected: LastUsed[Hashable, Rejection] = field(default_factory=lambda: LastUsed(1024))
     """By :meth:`perfguard.guard.Guard.key_of`."""
+    any_repeated: bool = False
+    """Whether a configuration was rejected more than once."""
 
     def begin(self) -> None:
         """Begin to search again, with what is remembered."""
@@ -70,22 +74,20 @@ class Search:
         if known.num_judged == 1 and known.num_ended != self.num_ended:
             return None
         known.num_proposed += 1
+        self.any_repeated = True
         return known
 
     def remember(self, key: Hashable, verdict: Verdict, *, decision_id: str = "") -> Rejection | None:
         """Remember that ``key`` does not fit, or forget it where it does now. Return what was known of it."""
         before = self.rejected.get(key)
         if verdict.action != "prune":
-            return self.rejected.pop(key, None)
-        known = self.rejected[key] = Rejection(verdict, self.num_ended, decision_id=decision_id)
+            return self.rejected.pop(key)
+        known = Rejection(verdict, self.num_ended, decision_id=decision_id)
         if before is not None:
             known.num_judged, known.num_proposed = before.num_judged + 1, before.num_proposed + 1
+            self.any_repeated = True
+        self.rejected.put(key, known)
         return before
-
-    @property
-    def any_repeated(self) -> bool:
-        """Whether a configuration was rejected more than once."""
-        return any(rejection.num_proposed > 1 for rejection in list(self.rejected.values()))
 
     @property
     def is_over(self) -> bool:

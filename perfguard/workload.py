@@ -223,6 +223,11 @@ class CapturedTrial:
         """It trains."""
         return "train"
 
+    @property
+    def num_operators(self) -> int:
+        """Number of operators of all its graphs, which decides how much memory they take."""
+        return sum(len(graph.ops) for graph in (self.graph, *self.phases.values()))
+
 
 def tf32_options(precision: str, tf32: Tf32 | None) -> tuple[str, ...]:
     """Return the options of a graph that say where float32 is computed in TF32. Empty: as PyTorch does by default."""

@@ -27,6 +27,7 @@ from perfguard.exceptions import (
     warn_user,
 )
 from perfguard.guard import Guard, as_workload
+from perfguard.last_used import LastUsed
 from perfguard.leftovers import free_memory
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.quantities import parse_seconds
@@ -121,10 +122,10 @@ class OptunaGuard:
         self.ends_or_repeats = on_oom == "repair" or hard_time_limit is not None
         self.calls_objective = False
         """Whether a GuardedObjective calls the objective. Only that can end a trial from outside, or run it once more."""
-        self._trials: dict[tuple[str, int, datetime.datetime | None], KnownTrial] = {}
+        self._trials = _latest_trials()
         self._running: dict[int, KnownTrial] = {}
         """The trial that each thread runs."""
-        self._searches: dict[str, Search] = {}
+        self._searches: LastUsed[str, Search] = LastUsed(128)
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
         """See :meth:`perfguard.Guard.check`."""
@@ -176,9 +177,11 @@ class OptunaGuard:
         return GuardedRun(self, None if own is None else self.known(own.study, own), found, Ranks.of(own, "inline"))
 
     def known(self, study: optuna.Study, trial: AnyTrial) -> KnownTrial:
-        """Return what is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name."""
-        key = study.study_name, trial.number, trial.datetime_start
-        known = self._trials.get(key) or self._trials.setdefault(key, KnownTrial(self, self.guard, study, trial))
+        """Return what is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name.
+
+        A trial that runs is known to its end. Of the others, only the latest are: what they wrote into the study stays there.
+        """
+        known = self._trials.get_or_put(_key_of(study, trial), lambda: KnownTrial(self, self.guard, study, trial))
         known.study, known.trial = study, trial  # Optuna has several objects of one trial, and this is the latest
         return known
 
@@ -191,6 +194,7 @@ class OptunaGuard:
         if known is None:
             return None if ranks is None else ranks.end(None, how.status)
         known.study = study
+        self._trials.put(_key_of(study, known.trial), known)  # among the latest, because others ask for it after its end
         return known.end(how, ranks=ranks)
 
     def end_abandoned(self, study: optuna.Study) -> None:
@@ -206,7 +210,7 @@ class OptunaGuard:
 
     def search_of(self, study: optuna.Study) -> Search:
         """Return the state of the search in ``study``."""
-        return self._searches.setdefault(study.study_name, Search())
+        return self._searches.get_or_put(study.study_name, Search)
 
     def constraints_of(self, study: optuna.Study, margins: Mapping[Quantity, float]) -> dict[str, float]:
         """Return the constraints of a trial of ``study``: the distance from feasibility for each limit that has a name there."""
@@ -248,7 +252,23 @@ class OptunaGuard:
         self.guard.warn_once(MeasurementWarning, message)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_trials": {}, "_running": {}}
+        return self.__dict__ | {"_trials": _latest_trials(), "_running": {}}
+
+
+_TrialKey = tuple[str, int, datetime.datetime | None]
+
+
+def _key_of(study: optuna.Study, trial: AnyTrial) -> _TrialKey:
+    return study.study_name, trial.number, trial.datetime_start
+
+
+def _latest_trials() -> LastUsed[_TrialKey, KnownTrial]:
+    """Return an empty memory of the latest trials, in which those that run stay."""
+    return LastUsed(128, must_stay=_runs)
+
+
+def _runs(known: KnownTrial) -> bool:
+    return known.run is not None
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
+from perfguard.exceptions import LogError, LogWarning, warn_user
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
@@ -289,8 +290,12 @@ class PerfGuardCallback(Callback):
         """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""
         for trial_id in list(self.ledger.entries):
             self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
-        if self.ledger.verbose >= 1:
+        if self.ledger.verbose < 1:
+            return
+        try:
             Console().print(summarize(self))
+        except LogError as error:  # the run itself has ended well
+            warn_user(f"The summary cannot be shown. {error} Call `perfguard_ray.summarize` when the log is back.", LogWarning)
 
 
 def summarize(search: Any) -> Summary:
@@ -307,6 +312,7 @@ def summarize(search: Any) -> Summary:
 
     Raises:
         ConfigurationError: for anything else.
+        LogError: if the log cannot be read now.
     """
     ledger = ledger_of(search, who="perfguard_ray.summarize")
     return summary.summarize(ledger.records(), title=ledger.study, num_repeated=ledger.num_repeated)

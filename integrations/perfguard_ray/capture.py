@@ -70,7 +70,7 @@ class TrainableBuild(DryRuns):
                 found = answer()
                 answers[found.name] = found
                 _put(config, found)
-        known = self._known.get(self._key(answers)) or self._known.get(())
+        known = self._remembered.of(answers)
         if known is not None:
             return known
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)

@@ -23,7 +23,7 @@ from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial
-from perfguard_ray.worker import receive, send
+from perfguard_ray.worker import forget, receive, send
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -264,6 +264,8 @@ class Ledger:
             if isinstance(self.build, DryRuns):
                 self.build.afford(measurement.total_time_s)
             difference = None if entry.wanted is None else receive(trial_id, "difference")
+            if entry.wanted is not None:
+                forget(trial_id)
             self.guard.learn(entry.decision, measurement, difference=difference)
             self.search.num_ended += 1
         except Exception as error:

@@ -48,7 +48,14 @@ def receive(trial_id: str, topic: Topic) -> Any:
     return None
 
 
-def _key(trial_id: str, topic: Topic) -> str:
+def forget(trial_id: str) -> None:
+    """Remove what nobody has taken: a worker may have died before it did."""
+    with suppress(Exception):
+        if ray.is_initialized():
+            internal_kv._internal_kv_del(_key(trial_id, ""), del_by_prefix=True)
+
+
+def _key(trial_id: str, topic: Topic | Literal[""]) -> str:
     return f"perfguard/{ray.get_runtime_context().get_job_id()}/{trial_id}/{topic}"  # a job is a driver with its workers
 
 

@@ -13,6 +13,7 @@ A child that hangs, dies or takes too much memory costs its limit, and its trial
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -37,6 +38,7 @@ from perfguard.capture.child import (
     fork,
     say_nothing,
 )
+from perfguard.capture.remembered import Remembered
 from perfguard.capture.sandbox import leave_files
 from perfguard.capture.spawned import Spawned
 from perfguard.exceptions import CaptureError
@@ -80,17 +82,9 @@ class DryRuns:
         self._spawned: Spawned | None = None
         """None: the server is forked."""
         self.most_failed = most_failed
-        self._num_failed = 0
         self._num_failed_late = 0
         self._num_runs = 0
-        self._known: dict[Any, CapturedTrial | Exception] = {}
-        """What was seen, by the parameters that change it."""
-        self._questions: dict[Any, tuple[Any, ...]] = {}
-        """What the objective asks next, by the answers before."""
-        self._continuous: dict[tuple[str, ...], list[str]] = {}
-        """The continuous parameters, by the names of all parameters that a trial has had."""
-        self._by_value: dict[tuple[str, ...], bool] = {}
-        """Whether the values of continuous parameters change the step, by the names of all parameters."""
+        self._remembered = Remembered(most_failed=most_failed)
         self._spares = spares
 
     def start(self) -> None:
@@ -139,10 +133,7 @@ class DryRuns:
         """Note what a trial has shown at its first forward pass. If a dry run may not take ``set_up_s``, no more are made."""
         self._num_failed_late = self._num_failed_late + 1 if isinstance(found, CaptureError) else 0
         if set_up_s > self._most_seconds:
-            self._give_up(CaptureError(f"the set-up of the objective takes {set_up_s:.0f} s"))
-
-    def _give_up(self, why: CaptureError) -> None:
-        self._continuous[()], self._known[()] = [], why
+            self._remembered.give_up(CaptureError(f"the set-up of the objective takes {set_up_s:.0f} s"))
 
     def capture(self, answer: Callable[..., Answer], params: Mapping[str, Any] | None = None) -> CapturedTrial:
         """Return what the trial would run whose parameters ``answer(*question)`` knows.
@@ -160,49 +151,25 @@ class DryRuns:
         """
         with self._lock:
             answers: dict[str, Answer] = {}
-            found = self._foresee(answer, answers) if params is None else self._recall(params)
+            remembered = self._remembered
+            found = remembered.foresee(answer, answers) if params is None else remembered.of_params(params)
             if found is None:
                 answers.clear()
                 found = self._run(answer, answers, spares=self._spares)
                 self._remember(answers, found)
             if isinstance(found, Exception):
-                raise found
+                raise copy.copy(found)  # each raise adds frames to the traceback of the one that is remembered
             return found
 
-    def _foresee(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> CapturedTrial | Exception | None:
-        """Ask as a dry run would, by earlier ones, until the ``answers`` are known ones. None: only a dry run can tell."""
-        found = self._known.get(())
-        while found is None and (question := self._questions.get(_exactly(answers))) is not None:
-            given = answer(*question)
-            answers[given.name] = given
-            found = self._known.get(self._key(answers))
-        return found
-
-    def _recall(self, params: Mapping[str, Any]) -> CapturedTrial | Exception | None:
-        """What is known of ``params``. None: nothing is."""
-        for names in reversed(self._continuous):
-            if all(name in params for name in names):
-                answers = {name: Answer(name, params[name], 1.0 if name in self._continuous[names] else None) for name in names}
-                if (found := self._known.get(self._key(answers))) is not None:
-                    return found
-        if self._continuous:
-            latest = list(self._continuous)[-1]
-            for name in latest:
-                params[name]  # a KeyError names what is missing
-        return None
-
     def _remember(self, answers: Mapping[str, Answer], found: CapturedTrial | Exception) -> None:
-        names = tuple(answers)
-        self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
-        failed = isinstance(found, CaptureError) and not isinstance(found, SelfEnded)
-        self._num_failed = self._num_failed + 1 if failed else 0
-        if isinstance(found, CaptureError) and self._num_failed == self.most_failed:  # it fails whatever the parameters are
-            self._give_up(found)
-        if isinstance(found, CaptureError) and not answers:  # it did not come to what tells trials apart
-            return
-        if not isinstance(found, Exception) and names not in self._by_value:
-            self._by_value[names] = self._depends_on_values(answers, found)
-        self._known[self._key(answers)] = found
+        remembered = self._remembered
+        if found is remembered.of(answers):
+            return  # nothing ran
+        if remembered.is_new_space(answers):
+            remembered.note_space(answers)
+            if not isinstance(found, Exception):
+                remembered.note_space(answers, by_value=self._depends_on_values(answers, found))
+        remembered.note(answers, found)
 
     def _depends_on_values(self, answers: Mapping[str, Answer], captured: CapturedTrial) -> bool:
         """Whether another value of the continuous parameters gives another step. A learning rate does not."""
@@ -229,13 +196,6 @@ class DryRuns:
             return False
         again = varied(spares=True)  # is it the other values, or the loaders that were cut at once?
         return isinstance(again, Exception) or again.steps != captured.steps
-
-    def _key(self, answers: Mapping[str, Answer]) -> Any:
-        by_value = self._by_value.get(tuple(answers), True)
-        return tuple(
-            (known.name, type(known.value).__name__, repr(known.value) if by_value or known.other is None else known.value != 0)
-            for known in answers.values()
-        )
 
     def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
         """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones."""
@@ -271,14 +231,14 @@ class DryRuns:
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
                     shown: CapturedTrial | Exception = content
                     return shown
-                self._questions[_exactly(answers)] = content
+                self._remembered.note_question(answers, content)
                 try:
                     found = answer(*content)
                 except BaseException:
                     pipe.send(("cancel", None))
                     raise
                 answers[found.name] = found
-                known = self._known.get(self._key(answers))
+                known = self._remembered.of(answers)
                 if known is not None:
                     pipe.send(("cancel", None))
                     return known
@@ -298,11 +258,6 @@ class DryRuns:
 
     def __reduce__(self) -> Any:
         return type(None), ()  # they belong to one process, so a guard that is sent to another has none
-
-
-def _exactly(answers: Mapping[str, Answer]) -> Any:
-    """Answers as a key. What an objective asks next may depend on the value of each."""
-    return tuple((name, type(known.value).__name__, repr(known.value)) for name, known in answers.items())
 
 
 def _serve(

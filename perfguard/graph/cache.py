@@ -10,20 +10,22 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-import threading
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import fields
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
+from torch.utils.flop_counter import flop_registry
 
 from perfguard.graph.kernels import Target, target_of
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.trace import trace
+from perfguard.last_used import LastUsed
 from perfguard.pytorch import function_inside, module_inside
 from perfguard.workload import TensorSpec, Workload, mapped
 
@@ -33,34 +35,34 @@ if TYPE_CHECKING:
 _OF_COMPILER = ("_compiled_call_impl", "_is_torch_compile", "_compile_kwargs")
 """Attributes by which torch.compile marks a module, and Lightning's own torch.compile."""
 _LEAVES = (type, types.CodeType, types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, torch._ops.OpOverload,
-           torch.dtype, torch.device, torch.memory_format)  # fmt: skip
+           torch._ops.OpOverloadPacket, CustomOpDef, torch.dtype, torch.device, torch.memory_format)  # fmt: skip
 """What is compared as it is."""
 
 
 class TraceCache:
-    """:func:`trace`, remembering the graphs of the last ``most_graphs`` different workloads. Thread-safe; holds no tensors."""
+    """:func:`trace`, remembering the graphs of the workloads that were traced last. Thread-safe; holds no tensors.
 
-    def __init__(self, most_graphs: int = 128) -> None:
-        self._graphs: OrderedDict[Hashable, OpGraph] = OrderedDict()
-        self._most_graphs = most_graphs
-        self._lock = threading.Lock()
+    Args:
+        most_graphs: the most graphs that are remembered.
+        most_operators: the most operators that all of them have together. One takes about 1.3 KiB.
+    """
+
+    def __init__(self, most_graphs: int = 128, *, most_operators: int = 100_000) -> None:
+        self._graphs: LastUsed[Hashable, OpGraph] = LastUsed(most_graphs, most_weight=most_operators, weigh=_num_operators)
 
     def trace(self, workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
         """Same as :func:`perfguard.graph.trace`, with the same errors."""
         key = structure_of(workload, target_of(target))
-        if key is None:
-            return trace(workload, target=target)
-        with self._lock:
-            graph = self._graphs.pop(key, None)
-            if graph is not None:
-                self._graphs[key] = graph  # now the newest
+        graph = None if key is None else self._graphs.get(key)
         if graph is None:
             graph = trace(workload, target=target)  # outside of the lock: other threads trace meanwhile
-            with self._lock:
-                self._graphs[key] = graph
-                if len(self._graphs) > self._most_graphs:
-                    self._graphs.popitem(last=False)
+            if key is not None:
+                self._graphs.put(key, graph)
         return graph
+
+
+def _num_operators(graph: OpGraph) -> int:
+    return len(graph.ops)
 
 
 class _Indescribable(Exception):
@@ -82,7 +84,7 @@ def structure_of(workload: Workload, target: Target) -> Hashable | None:
         pickler.dump((_ambient(), parts))
     except Exception:  # whatever the user's objects raise when they are pickled
         return None
-    return target, written.getvalue(), tuple(pickler.leaves)
+    return target, sha256(written.getvalue()).digest(), tuple(pickler.leaves)  # the bytes may be 16 MiB
 
 
 def _sizes(leaf: Any) -> Any:
@@ -100,7 +102,8 @@ def _ambient() -> Hashable:
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
         raise _Indescribable
     cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
+    # Formulas of FLOPs are only ever added.
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype(), len(flop_registry)
 
 
 def _optimizer(value: Any) -> Any:

@@ -1,7 +1,10 @@
-"""Cost of one aten operator: its kind, FLOPs and bytes.
+"""Cost of one operator: its kind, FLOPs and bytes.
 
 FLOPs of matrix products come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
 that counter ignores groups in the backward pass (a depthwise net would come out up to 200 times too slow).
+
+A name decides on costs only in the namespaces that PerfGuard knows. An operator of another library keeps its namespace in its
+name, as in "mylib::mm". So no rule for "mm" takes it for a matrix product.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+
+from perfguard.exceptions import TraceError
 
 OP_KINDS = (
     "conv",
@@ -37,6 +42,8 @@ OP_KINDS = (
 """Kinds of operators; the order is part of the feature schema."""
 KIND_INDEX = {kind: index for index, kind in enumerate(OP_KINDS)}
 
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "perfguard", "c10d", "_c10d_functional", "bitsandbytes"})
+"""Namespaces of PyTorch, of PerfGuard, and of what `libraries.py` knows."""
 _KIND_BY_NAME = {
     "convolution": "conv",
     "convolution_backward": "conv_backward",
@@ -94,14 +101,36 @@ _COUNTED_BY_INPUT = ("reduction", "loss", "norm_backward")
 _ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
 
 
+def name_of(func: torch._ops.OpOverload) -> str:
+    """Return the name without overload, such as "mm" of aten. A custom operator keeps its namespace, as in "mylib::mm"."""
+    qualified: str = func._schema.name
+    namespace, _, name = qualified.partition("::")
+    return name if namespace in _KNOWN_NAMESPACES else qualified
+
+
+def _is_custom(name: str) -> bool:
+    """Whether ``name`` is that of a custom operator, as :func:`name_of` gives it."""
+    return "::" in name
+
+
 def kind_of(name: str) -> str:
-    """The kind of the aten operator ``name`` (without overload)."""
+    """Return the kind of the operator ``name``, as :func:`name_of` gives it. A custom operator is elementwise."""
+    if _is_custom(name):
+        return "elementwise"
     if kind := _KIND_BY_NAME.get(name):
         return kind
     for fragment, kind in _KIND_BY_FRAGMENT:
         if fragment in name:
             return kind
     return "elementwise"
+
+
+def formula_kind(func: torch._ops.OpOverload, name: str) -> str | None:
+    """Return the kind of a custom operator that has a formula in torch's registry of FLOPs. None: it has none.
+
+    The registry is for matrix products, so its FLOPs run at the rate of a matrix product.
+    """
+    return "matmul" if _is_custom(name) and func.overloadpacket in flop_registry else None
 
 
 def launches_kernel(name: str) -> bool:
@@ -133,6 +162,8 @@ def bytes_taken(name: str, inputs: Sequence[torch.Tensor], written: int) -> int:
 
 def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating-point operations of one call; a multiply-add counts as two."""
+    if _is_custom(name) and func.overloadpacket in flop_registry:
+        return _flops_by_formula(func, name, args, kwargs, out)
     if kind == "conv":
         return product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
     if (counter := _OWN_COUNTERS.get(name)) is not None:
@@ -145,6 +176,26 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
     return elementwise_flops(kind, _num_elements(args) if kind in _COUNTED_BY_INPUT else 0, _num_elements(out))
+
+
+def _flops_by_formula(func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the FLOPs of one call of a custom operator by the formula that its author has registered.
+
+    Raises:
+        TraceError: if the formula fails, or gives no number of FLOPs.
+    """
+    hint = (
+        "Correct the function that `torch.utils.flop_counter.register_flop_formula` has registered: it gets the shapes of the "
+        "operator's arguments, and `out_shape=`. It returns the number of FLOPs, where a multiply-add counts as two."
+    )
+    try:
+        found = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        flops = int(found)
+    except Exception as error:
+        raise TraceError(f"The formula for the FLOPs of {name} fails ({type(error).__name__}: {error}). {hint}") from error
+    if flops < 0:
+        raise TraceError(f"The formula for the FLOPs of {name} must not give a negative number, but got {found!r}. {hint}")
+    return flops
 
 
 def cuda_workspace(name: str, args: Sequence[Any]) -> torch.Tensor | None:

@@ -15,7 +15,17 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perfguard.graph.costs import attributes_of, bytes_read, bytes_taken, cuda_workspace, flops_of, kind_of, launches_kernel
+from perfguard.graph.costs import (
+    attributes_of,
+    bytes_read,
+    bytes_taken,
+    cuda_workspace,
+    flops_of,
+    formula_kind,
+    kind_of,
+    launches_kernel,
+    name_of,
+)
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
 from perfguard.graph.selections import Selections, is_mask
 from perfguard.graph.shape_rules import META, is_meta, outputs_of
@@ -55,9 +65,10 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
 
 
 class _Operator(NamedTuple):
-    """Properties of an aten operator before a call."""
+    """Properties of an operator before a call."""
 
     name: str
+    """See :func:`perfguard.graph.costs.name_of`."""
     kind: str
     is_view: bool
     launches: bool
@@ -68,7 +79,7 @@ class _Operator(NamedTuple):
 @functools.cache
 def operator_of(func: torch._ops.OpOverload) -> _Operator:
     """What is known of an operator before a call."""
-    name = func._schema.name.partition("::")[2]
+    name = name_of(func)
     writes = tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -319,11 +330,12 @@ class Recorder(TorchDispatchMode):
         first = outputs[0] if outputs else mutated[0] if mutated else None
         written_bytes = sum(map(_moved_bytes, outputs or mutated))
         loaded = inputs if operator.name != "triton_kernel" else self._own(args[0])  # it does not load all that it writes to
+        kind = formula_kind(func, operator.name) or operator.kind  # here, because a formula may be registered at any time
         op = Op(
             name=operator.name,
-            kind=operator.kind,
+            kind=kind,
             phase=phase,
-            flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
+            flops=flops_of(func, operator.name, kind, args, kwargs, out),
             bytes_read=bytes_read(operator.name, [*map(_moved_bytes, loaded)], bytes_taken(operator.name, inputs, written_bytes)),
             bytes_written=written_bytes,
             inputs=read,
@@ -331,7 +343,7 @@ class Recorder(TorchDispatchMode):
             module=module,
             shape=tuple(outputs[0].shape) if outputs else (),
             dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
-            attributes=attributes_of(operator.name, operator.kind, args)
+            attributes=attributes_of(operator.name, kind, args)
             | self._attributes
             | ({"views": self._views} if self._views else {}),
         )

@@ -98,7 +98,7 @@ class Selections:
 
     def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Remember what the output of an operator says about its values."""
-        if name.endswith("_") and name not in _KEEPING_IN_PLACE and is_meta(args[0]):
+        if name.endswith("_") and name not in _KEEPING_IN_PLACE and args and is_meta(args[0]):
             self._by_storage.pop(self._storage_index(args[0]), None)
         if name not in _NOTED or func.namespace != "aten":
             return

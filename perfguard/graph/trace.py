@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch._library.custom_ops import OPDEFS
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.rnn import PackedSequence
 
@@ -476,7 +477,7 @@ def model_on_meta(workload: Workload) -> nn.Module:
     if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
         return model
     try:
-        twins: dict[int, Any] = {id(tensor): _twin_of(tensor) for tensor in _tensors_of(model)}
+        twins: dict[int, Any] = {id(tensor): _twin_of(tensor) for tensor in _tensors_of(model)} | _custom_operators()
         model = copy.deepcopy(model, twins)
         _rebind_compiled_methods(model, twins)
     except Exception as error:
@@ -490,6 +491,15 @@ def model_on_meta(workload: Workload) -> nn.Module:
     if workload.layout == "nhwc":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
+
+
+def _custom_operators() -> dict[int, Any]:
+    """Return the custom operators and the namespaces of operators by their ids, for the memo of a copy.
+
+    A module may have them as attributes. They exist once in a process, and PyTorch cannot copy them.
+    """
+    namespaces = [value for value in vars(torch.ops).values() if isinstance(value, torch._ops._OpNamespace)]
+    return {id(operator): operator for operator in (*OPDEFS.values(), *namespaces)}
 
 
 def _rebind_compiled_methods(model: nn.Module, twins: dict[int, Any]) -> None:

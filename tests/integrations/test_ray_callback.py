@@ -19,7 +19,14 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import Estimate, Guard, MeasurementStore, Workload
-from perfguard.exceptions import CaptureError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.exceptions import (
+    CaptureError,
+    LogError,
+    LogWarning,
+    MeasurementWarning,
+    UnguardedTrialError,
+    UnguardedTrialWarning,
+)
 from perfguard.record import TrialRecord
 from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator
@@ -321,6 +328,20 @@ def test_stopped_experiment_keeps_measured_trials_ok(report: dict[str, Any], sta
     callback.on_step_end(0, [trial])
     callback.on_experiment_end([trial])
     assert [row.status for row in search.ledger.guard.log.records()] == [status]
+
+
+def test_summary_of_a_log_that_is_away_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Reading the log raises an error while it is away, and the run has ended well all the same.
+    search = guarded(gpu="cpu")
+    callback = PerfGuardCallback(search)
+    search.ledger.verbose = 1
+
+    def away(*_: object, **__: object) -> list[TrialRecord]:
+        raise LogError("The measurement log cannot be used now.")
+
+    monkeypatch.setattr(search.ledger.guard.log, "records", away)
+    with pytest.warns(LogWarning, match=r"summary cannot be shown.*cannot be used now.*summarize"):
+        callback.on_experiment_end([])
 
 
 def test_strict_guard_ends_the_run() -> None:

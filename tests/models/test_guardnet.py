@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -383,6 +384,16 @@ def test_oom_at_nearly_all_memory_stays_risky(net: GuardNet) -> None:
     rows = [Observation(graph, gpu, measured(net.predict(graph, gpu).peak_memory.median, 1e-3)) for graph in EIGHT]
     net.fine_tune([*rows, *[replace(ran_out(sure, 0.97 * gpu.memory_bytes), device=gpu)] * 3])
     assert net.predict(sure, gpu).p_oom(gpu.memory_bytes) > 0.7
+
+
+def test_what_is_known_of_a_graph_goes_with_it(net: GuardNet) -> None:
+    # It is 100 KiB for 500 operators, and a study has thousands of structures.
+    gc.collect()
+    before = len(net._known)
+    for width in range(1000, 1020):
+        net.predict(perceptron(width, width), CPU)
+    gc.collect()
+    assert len(net._known) <= before
 
 
 def test_bound_below_known_need_teaches_nothing(net: GuardNet) -> None:

@@ -318,3 +318,16 @@ def test_predictor_that_cannot_learn_warns_once(own_log: MeasurementStore) -> No
         warnings.simplefilter("error")
         guard.learn(guard.decide(WORKLOAD), MEASUREMENT)
     assert own_log.records()[0].measured["step_time"] == 0.3
+
+
+def test_real_steps_of_hundreds_of_structures_are_bounded() -> None:
+    # A launched trial is held against its dry run once. What agrees needs no graph, and what is forgotten is watched again.
+    guard, one = Guard(DEVICE, log=False, predictor=Oracle()), trace(Workload(nn.Linear(8, 8), inputs=(4, 8), mode="infer"))
+    trials = [CapturedTrial(replace(one, ops=(one.ops[0]._replace(flops=number), *one.ops[1:]))) for number in range(1500)]
+    for trial in trials:
+        assert guard.watch(trial) is not None
+        assert guard.watch(trial) is None
+        assert guard.trace(trial) is trial.graph
+    assert len(guard._real_steps) == 1024
+    assert not [found for _, found in guard._real_steps.newest_first() if found.graph is not None]
+    assert guard.watch(trials[0]) is not None

@@ -7,17 +7,23 @@ import json
 import resource
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from perfguard.exceptions import LogWarning
+from perfguard.exceptions import LogError, LogWarning
 from perfguard.graph import OpGraph
+from perfguard.guard import Guard
 from perfguard.log import MeasurementStore
 from perfguard.verdict import Verdict
+from perfguard.workload import Workload
+from tests.doubles import ReplayPredictor
+from tests.perfguard.graph.parts import total
 from tests.perfguard.log_rows import DEVICE, MEASUREMENT, beside, locked, make_graph, record, trials
 from tests.postgres import Postgres
 from tests.warm import run_fresh
@@ -80,6 +86,16 @@ def away(postgres: Postgres) -> Iterator[None]:
         postgres.start()
 
 
+def await_answer(store: MeasurementStore) -> None:
+    """Wait until the log can be read: on a busy machine, a server is back a little later."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with suppress(LogError):
+            store.records()
+            return
+        time.sleep(0.2)
+
+
 def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
     """Trials run on meanwhile."""
     url = postgres.new_database()
@@ -94,13 +110,12 @@ def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Pat
             for trial in range(2, 80):
                 store.record_measurement(record(store, trial, **known), MEASUREMENT)
             assert time.monotonic() - start < 15
-            assert store.records() == []
+            with pytest.raises(LogError, match="cannot be used now"):
+                store.records()
             assert len(beside(data_folder)) == 2 * 79
         assert len(caught) == 1
         store.record_measurement(record(store, 80, **known), MEASUREMENT)
-        end = time.monotonic() + 60
-        while not store.records() and time.monotonic() < end:  # on a busy machine the server is back a little later
-            time.sleep(0.2)
+        await_answer(store)
         assert [trial.number for trial in store.records()] == list(range(81))
         assert len(store.observations("toy")) == 81
         assert beside(data_folder) == []
@@ -138,6 +153,105 @@ def test_a_slow_failure_is_not_repeated_at_each_call(tmp_path: Path) -> None:
         assert time.monotonic() - start < 5
     store.close()
     assert len(trials(path)) == 20
+
+
+def slow_trouble(store: MeasurementStore, seconds: float) -> Callable[[], None]:
+    """Let each attempt to reach the log take ``seconds`` and fail, until the returned function is called."""
+    database: Any = store._database
+    own = database.open
+
+    def open() -> None:
+        time.sleep(seconds)
+        raise OSError("no route to host")
+
+    def mend() -> None:
+        database.open = own
+
+    database.open = open
+    return mend
+
+
+def test_one_success_ends_the_pause_after_a_slow_failure(tmp_path: Path, graph: OpGraph) -> None:
+    # The pause is ten times as long as the attempt. So it outlived the trouble, and the log looked empty meanwhile.
+    with MeasurementStore(tmp_path / "log.db") as store:
+        record(store, 0, graph=graph, device=DEVICE)
+        mend = slow_trouble(store, 0.3)
+        with pytest.warns(LogWarning, match="no route to host"):
+            store.record_measurement(record(store, 1, graph=graph, device=DEVICE), MEASUREMENT)
+        mend()
+        assert store._database.is_away
+        store.flush()
+        assert not store._database.is_away
+        assert len(store.observations("toy")) == 1
+        assert [trial.number for trial in store.records()] == [0, 1]
+
+
+def test_whoever_reads_a_log_tries_it_at_once_and_ends_the_pause(tmp_path: Path) -> None:
+    with MeasurementStore(tmp_path / "log.db") as store:
+        mend = slow_trouble(store, 0.3)
+        with pytest.warns(LogWarning, match="no route to host"):
+            record(store, 0)
+        mend()
+        assert [trial.number for trial in store.records()] == [0]
+        assert not store._database.is_away
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        MeasurementStore.records,
+        MeasurementStore.device_ids,
+        MeasurementStore.weights,
+        MeasurementStore.counts,
+        lambda store: store.observations("toy"),
+        lambda store: store.promoted("guardnet"),
+    ],
+)
+def test_reader_of_a_log_that_is_away_gets_an_error_and_no_empty_list(
+    tmp_path: Path, read: Callable[[MeasurementStore], object]
+) -> None:
+    with MeasurementStore(tmp_path / "log.db") as store:
+        mend = slow_trouble(store, 0.3)
+        with pytest.warns(LogWarning, match="no route to host"):
+            record(store, 0)
+        for _ in range(2):
+            with pytest.raises(
+                LogError, match=r"log\.db (cannot be used now: no route to host|could not be reached a moment ago)"
+            ):
+                read(store)
+        mend()
+
+
+def test_study_makes_no_attempt_during_the_pause(tmp_path: Path) -> None:
+    # What a guard asks after each trial must not wait for the timeout of a server each time.
+    attempts = []
+    with MeasurementStore(tmp_path / "log.db") as store:
+        mend = slow_trouble(store, 0.3)
+        with pytest.warns(LogWarning, match="no route to host"):
+            record(store, 0)
+        database: Any = store._database
+        database.open = lambda: attempts.append("one")
+        for trial in range(1, 20):
+            with pytest.raises(LogError, match="a moment ago"):
+                store.observations("toy")
+            record(store, trial)
+        assert not attempts
+        mend()
+    assert len(trials(tmp_path / "log.db")) == 20
+
+
+def test_guard_goes_on_with_what_it_has_learnt_while_the_log_is_away(tmp_path: Path) -> None:
+    # The log has warned already, so the guard says nothing more: warnings are errors here.
+    workload = Workload(nn.Linear(8, 8), inputs=(4, 8), loss=total, optimizer=torch.optim.SGD)
+    with MeasurementStore(tmp_path / "log.db") as store:
+        guard = Guard(DEVICE, memory_budget="1GiB", log=store, predictor=ReplayPredictor())
+        mend = slow_trouble(store, 0.3)
+        with pytest.warns(LogWarning, match="no route to host"):
+            decision = guard.decide(workload, study="s", trial=0)
+        guard.learn(decision, MEASUREMENT)
+        guard.decide(workload, study="another", trial=1)
+        mend()
+    assert trials(tmp_path / "log.db") == [0, 1]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from perfguard import (
     Workload,
     trace,
 )
-from perfguard.exceptions import ConfigurationError, DriftWarning, LogWarning, MeasurementWarning, PredictorError
+from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning, PredictorError
 from perfguard.learning import Learner, assess, start_tuning, tune_weights
 from perfguard.workload import TensorSpec
 from tests.doubles import TOY_CPU as CPU
@@ -214,7 +214,11 @@ def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch
     launch(guard, slower=4.0)
     widening = dict(guard._assessment.widening)
     assert widening["memory"] != 1.0
-    monkeypatch.setattr(guard.log, "observations", lambda *_: [])  # what a log that is away answers
+
+    def away(*_: object) -> list[Observation]:
+        raise LogError("the log is away")
+
+    monkeypatch.setattr(guard.log, "observations", away)
     launch(guard, slower=0.1)
     assert guard._assessment.widening == widening
     guard.log.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 import types
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from perfguard.graph import TraceCache, cache, trace
+from perfguard.graph.cache import structure_of
+from perfguard.graph.kernels import target_of
 from perfguard.workload import Workload
 from tests.perfguard.graph.parts import total
 
@@ -81,6 +84,24 @@ def test_the_oldest_graph_is_forgotten(count: list[Workload]) -> None:
     for batch in (8, 16, 8, 9, 8, 16):
         traces.trace(Workload(mlp(), (batch, 8), mode="infer"))
     assert [workload.inputs[0] for workload in count] == [8, 16, 9, 16]
+
+
+def test_large_graphs_are_fewer(count: list[Workload]) -> None:
+    # 128 graphs of a language model would be gigabytes.
+    one = len(trace(Workload(mlp(), (8, 8), mode="infer")).ops)
+    traces = TraceCache(most_operators=2 * one)
+    for batch in (8, 16, 9, 8, 8):
+        traces.trace(Workload(mlp(), (batch, 8), mode="infer"))
+    assert [workload.inputs[0] for workload in count] == [8, 16, 9, 8]
+
+
+def test_key_of_a_large_description_is_small() -> None:
+    # 128 keys of up to 16 MiB would be 2 GiB.
+    model = mlp()
+    model.table = bytes(2**20)  # type: ignore[assignment]
+    key = structure_of(Workload(model, (8, 8), mode="infer"), target_of("cuda"))
+    assert key is not None
+    assert len(pickle.dumps(key[1])) < 100  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

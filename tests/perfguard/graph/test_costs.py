@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from perfguard.devices import resolve_device
-from perfguard.graph import OpGraph, Phase, roofline_s, trace
+from perfguard.exceptions import TraceError
+from perfguard.graph import OpGraph, Phase, TraceCache, roofline_s, trace
 from perfguard.workload import Workload
 from tests.perfguard.graph.parts import Apply, Scale, total
 
@@ -148,3 +149,116 @@ def test_roofline_is_slowest_of_its_bounds() -> None:
     found = roofline_s(replace(graph, ops=tuple(op for op, _ in cases)), device)
     np.testing.assert_allclose(found, [seconds for _, seconds in cases])
     assert roofline_s(replace(graph, ops=()), device).shape == (0,)
+
+
+NAMES_OF_ATEN = (
+    "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "embedding", "embedding_dense_backward",
+    "_embedding_bag", "index", "_unsafe_index", "index_select", "gather", "take", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward", "_softmax", "_softmax_backward_data", "_foreach_add", "_fused_adam",
+    "fused_rnn", "fused_rnn_backward", "int8_linear_matmul", "triton_kernel", "opaque", "nonzero", "empty", "detach", "relu_",
+    "native_batch_norm", "mse_loss", "sum", "clone",
+)  # fmt: skip
+FORMS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "plain": ("(Tensor x) -> Tensor", torch.empty_like, lambda op, x: op(x)),
+    "in place": ("(Tensor(a!) x) -> ()", lambda x: None, lambda op, x: (op(x), x)[1]),
+    "out": (
+        "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", lambda x, *, out: out, lambda op, x: op(x, out=torch.empty_like(x))
+    ),
+    "list": ("(Tensor[] x) -> Tensor[]", lambda x: [torch.empty_like(one) for one in x], lambda op, x: op([x, x])[0]),
+    "by keyword": ("(*, Tensor x) -> Tensor", lambda *, x: torch.empty_like(x), lambda op, x: op(x=x)),
+}  # fmt: skip
+"""Schema of a custom operator, its kernel on meta, and how it is called."""
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    """A library of custom operators, which is gone after the test, with its formulas."""
+    made = torch.library.Library("perfguard_test_costs", "DEF")
+    before = set(flop_registry)
+    yield made
+    for added in set(flop_registry) - before:
+        del flop_registry[added]
+    made._destroy()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES_OF_ATEN)
+def test_custom_operator_with_a_name_of_aten_is_elementwise(library: torch.library.Library, name: str, form: str) -> None:
+    # `mylib::mm(x)` has no second factor, and ended the trace with an IndexError. `mylib::empty` cost nothing.
+    schema, on_meta, call = FORMS[form]
+    library.define(f"{name}{schema}")
+    library.impl(name, on_meta, "Meta")
+    op = getattr(torch.ops.perfguard_test_costs, name)
+    graph = trace(Workload(Apply(lambda x: call(op, x + 1)), (32, 64), mode="infer"))
+    assert [(op.name, op.kind) for op in graph.ops][-1] == (f"perfguard_test_costs::{name}", "elementwise")
+    assert graph.ops[-1].flops == (32 * 64 if form != "in place" else 0)  # it gives nothing back
+    assert graph.ops[-1].bytes_written == 4 * 32 * 64 * (2 if form == "list" else 1)
+
+
+def test_formula_of_a_custom_operator_is_counted_forward_and_backward(library: torch.library.Library) -> None:
+    library.define("mm(Tensor x, Tensor weight) -> Tensor")
+    library.impl("mm", lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]), "Meta")
+    library.define("mm_backward(Tensor grad, Tensor weight) -> Tensor")
+    library.impl("mm_backward", lambda grad, weight: grad.new_empty(grad.shape[0], weight.shape[0]), "Meta")
+    ops = torch.ops.perfguard_test_costs
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ops.mm_backward(grad, *ctx.saved_tensors), None
+
+    torch.library.register_autograd("perfguard_test_costs::mm", backward, setup_context=keep, lib=library)
+
+    @register_flop_formula([ops.mm, ops.mm_backward])
+    def flops(left: torch.Size, right: torch.Size, *, out_shape: torch.Size) -> int:
+        return 2 * left.numel() * out_shape[1]
+
+    model = nn.Sequential(Scale(), Apply(lambda x: ops.mm(x, torch.empty(64, 16, device=x.device))))
+    counted = {op.name: op for op in traced(model, (32, 64)).ops if "::" in op.name}
+    for name in ("mm", "mm_backward"):
+        op = counted[f"perfguard_test_costs::{name}"]
+        assert (op.kind, op.flops) == ("matmul", 2 * 32 * 64 * 16)
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        (lambda x, **_: x[7], r"FLOPs of perfguard_test_costs::mm fails \(IndexError.*register_flop_formula"),
+        (lambda x, **_: None, r"FLOPs of perfguard_test_costs::mm fails \(TypeError.*register_flop_formula"),
+        (lambda x, **_: -1, r"FLOPs of perfguard_test_costs::mm must not give a negative number, but got -1"),
+    ],
+)
+def test_formula_that_fails_is_named(library: torch.library.Library, formula: Callable[..., Any], message: str) -> None:
+    # The step itself is right, so the advice must not be to run it on real tensors.
+    library.define("mm(Tensor x) -> Tensor")
+    library.impl("mm", torch.empty_like, "Meta")
+    register_flop_formula(torch.ops.perfguard_test_costs.mm)(formula)
+    with pytest.raises(TraceError, match=message):
+        trace(Workload(Apply(torch.ops.perfguard_test_costs.mm), (32, 64), mode="infer"))
+
+
+def test_formula_that_is_registered_later_is_counted_in_the_next_trace(library: torch.library.Library) -> None:
+    # In a notebook, the formula is written when the first verdict has shown that it is missing.
+    library.define("mm(Tensor x) -> Tensor")
+    library.impl("mm", torch.empty_like, "Meta")
+    packet, cache = torch.ops.perfguard_test_costs.mm, TraceCache()
+    workload = Workload(Apply(packet), (32, 64), mode="infer")
+    assert cache.trace(workload).ops[-1].flops == 32 * 64
+    register_flop_formula(packet)(lambda x, *, out_shape: 7 * x.numel())
+    assert cache.trace(workload).ops[-1].flops == 7 * 32 * 64
+
+
+def test_module_that_holds_a_custom_operator_is_copied() -> None:
+    # PyTorch cannot copy what `torch.library.custom_op` returns, nor a namespace such as `torch.ops.mylib`.
+    @torch.library.custom_op("perfguard_test_held::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    twice.register_fake(torch.empty_like)
+    namespace: Any = torch.ops.perfguard_test_held
+    for held, call in ((twice, twice), (namespace.twice, namespace.twice), (namespace, namespace.twice)):
+        model: Any = nn.Sequential(nn.Linear(8, 8), Apply(call))
+        model.held = held
+        graph = trace(Workload(model, (4, 8), mode="infer"))
+        assert graph.ops[-1].name == "perfguard_test_held::twice"
