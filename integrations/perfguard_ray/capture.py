@@ -22,7 +22,7 @@ from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
 from perfguard_ray.ledger import InThisProcess, Ledger, make_ledger
 from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
-from perfguard_ray.worker import play_steps, pretend_session
+from perfguard_ray.worker import Facts, asked_facts, play_steps, pretend_session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,6 +45,11 @@ class TrainableBuild(DryRuns):
 
     def __init__(self, trainable: Any, device: Device, *, most_seconds: float = 120.0) -> None:
         super().__init__(trainable, device, most_seconds=most_seconds)
+
+    @property
+    def trainable_name(self) -> str:
+        """The name that Tune's trials of it begin with."""
+        return getattr(self._objective, "__name__", "trial")
 
     def __reduce__(self) -> Any:  # what was seen stays here
         return type(self), (self._objective, self._device)
@@ -74,7 +79,7 @@ class TrainableBuild(DryRuns):
         if known is not None:
             return known
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
-        task = _dry_run.remote(self._objective, config, self._device, spares)
+        task = _dry_run.remote(self._objective, config, self._device, spares, asked_facts.get())
         try:
             result: CapturedTrial | Exception = ray.get(task, timeout=most_s)
         except ray.exceptions.GetTimeoutError:
@@ -101,7 +106,7 @@ def _put(config: dict[str, Any], found: Answer) -> None:
 
 
 @ray.remote(num_cpus=0, num_gpus=0, max_calls=1, max_retries=0)  # the trials that run may have all processors
-def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: bool) -> CapturedTrial | Exception:
+def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: bool, facts: Facts) -> CapturedTrial | Exception:
     import warnings
 
     import torch
@@ -111,7 +116,7 @@ def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: boo
     for stream in (1, 2):
         os.dup2(null, stream)
     torch.set_num_threads(1)
-    pretend_session()
+    pretend_session(facts)
     return seen(lambda: _play(trainable, config), device, spares=spares)
 
 

@@ -67,6 +67,14 @@ def train_without_steps(config: dict[str, Any]) -> dict[str, float]:
     return {"loss": 1 / len(config["missing"]) if "missing" in config else 1.0}
 
 
+def train_as_named(config: dict[str, Any]) -> None:
+    """Is large in trials whose id, name or resources a dry run makes up."""
+    context = tune.get_context()
+    asked = str(context.get_trial_id()), str(context.get_trial_name()), context.get_trial_resources()
+    is_real = len(asked[0]) >= 8 and asked[1] == f"train_as_named_{asked[0]}" and (not config["has_resources"] or asked[2])
+    train(config | {"width": config["width"] if is_real else LARGE})
+
+
 class Train(tune.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         self.model = nn.Linear(64, config["width"])
@@ -194,6 +202,18 @@ def test_model_that_the_host_cannot_hold_never_starts(tmp_path: Path, gpu: Any) 
     assert [file.name for file in tmp_path.glob("ran-*")] == [f"ran-{SMALL}"]
     (rejected,) = [record for record in guarded.perfguard.ledger.records() if record.in_words == "pruned"]
     assert "needs at least" in rejected.verdict.reason
+
+
+def test_dry_run_has_the_id_the_name_and_the_resources_of_the_trial(tmp_path: Path) -> None:
+    """It had those of nobody, so it was another training."""
+    space = {"width": tune.grid_search([SMALL, 16]), "has_resources": True}
+    assert len(fit(perfguard_ray.guarded(train_as_named, **OPTIONS), tmp_path, space)) == 2
+    assert sorted(file.name for file in tmp_path.glob("ran-*")) == ["ran-16", f"ran-{SMALL}"]
+    searched = {"width": tune.choice([SMALL]), "has_resources": False}
+    (tmp_path / f"ran-{SMALL}").unlink()
+    guarded = perfguard_ray.guarded(train_as_named, **OPTIONS)
+    fit(guarded, tmp_path, searched, num_samples=1, search_alg=OptunaSearch(seed=1))
+    assert (tmp_path / f"ran-{SMALL}").exists()
 
 
 def test_a_searcher_is_guarded_and_its_resources_come_from_predictions(tmp_path: Path) -> None:
