@@ -13,6 +13,8 @@ from optuna.study import StudyDirection
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.exceptions import CaptureError
+from perfguard_optuna.dry_trial import DryTrial
+from perfguard_optuna.facts import FACT, Facts, ParamsAndFacts, Told, facts_asked_for, snapshot_of
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -43,7 +45,7 @@ class ObjectiveBuild(DryRuns):
         super().__init__(functools.partial(_play, objective, tuple(directions)), device, network=network)
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
-        """Return what the objective would run with ``params``.
+        """Return what the objective would run with ``params``, in the trial that :func:`asked_for` names.
 
         Raises:
             KeyError: if it suggests a parameter that ``params`` does not have.
@@ -51,7 +53,12 @@ class ObjectiveBuild(DryRuns):
             TooLargeError: if a tensor of it does not fit into any memory.
         """
 
-        return self.capture(lambda name, distribution: _answer(name, params[name], distribution), params)
+        facts = facts_asked_for()
+
+        def answer(name: str, distribution: BaseDistribution | None) -> Answer:
+            return facts.answer(name) if distribution is None else _answer(name, params[name], distribution)
+
+        return self.capture(answer, ParamsAndFacts(params, facts))
 
     def ask(self, trial: optuna.Trial) -> CapturedTrial:
         """Return what ``trial`` would run. It gets all parameters that the objective suggests.
@@ -61,7 +68,14 @@ class ObjectiveBuild(DryRuns):
         """
 
         _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
-        return self.capture(lambda name, distribution: _answer(name, trial._suggest(name, distribution), distribution))
+        facts = Facts(trial.study, trial)
+
+        def answer(name: str, distribution: BaseDistribution | None) -> Answer:
+            if distribution is None:
+                return facts.answer(name)
+            return _answer(name, trial._suggest(name, distribution), distribution)
+
+        return self.capture(answer)
 
 
 def _answer(name: str, value: Any, distribution: BaseDistribution) -> Answer:
@@ -75,35 +89,30 @@ def _answer(name: str, value: Any, distribution: BaseDistribution) -> Answer:
     return Answer(name, value, low + share * (high - low))
 
 
+def _told(fact: Any) -> Any:
+    return fact.read() if isinstance(fact, Told) else fact
+
+
 def _play(objective: Objective, directions: tuple[StudyDirection, ...], ask: Ask) -> object:
     try:
-        return objective(DryTrial(ask, directions))
+        return objective(DryTrial(ask, lambda name: _told(ask(FACT + name, None)), directions))
     except optuna.TrialPruned as error:
         raise SelfEnded("The objective prunes the trial by itself.") from error
 
 
-class DryTrial(optuna.Trial):
-    """The trial of a dry run. It suggests what the real one would. What it reports goes into a study in memory."""
+def leave_study(trial: optuna.Trial, fact: Callable[[str], Any] | None = None) -> None:
+    """Make ``trial`` one of a dry run that goes on in the middle of the objective: nothing more of it reaches its study.
 
-    def __init__(self, ask: Ask, directions: Sequence[StudyDirection]) -> None:
-        study = optuna.create_study(directions=directions, pruner=optuna.pruners.NopPruner(), study_name="dry-run")
-        super().__init__(study, study._storage.create_new_trial(study._study_id))
-        self._ask = ask
+    Args:
+        trial: the real one, in a process of its own.
+        fact: returns what the trial and its study say of themselves. None: what they say now.
+    """
 
-    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
-        """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
-        known = self._cached_frozen_trial.params
-        if name not in known:
-            known[name] = self._ask(name, distribution)
-        return known[name]
-
-
-def leave_study(trial: optuna.Trial) -> None:
-    """Make ``trial`` one of a dry run that goes on in the middle of the objective: nothing more of it reaches its study."""
-
-    def ask(name: str, distribution: BaseDistribution) -> Any:
+    def suggest(name: str, distribution: BaseDistribution) -> Any:
         raise CaptureError(f"the objective suggests {name!r} after training began")
 
-    dry, params = DryTrial(ask, trial.study.directions), trial.params
-    dry._cached_frozen_trial.params.update(params)
+    dry = DryTrial(suggest, fact or snapshot_of(trial), trial.study.directions)
+    dry._written.params.update(trial.params)
+    dry._written._distributions.update(trial.distributions)
+    dry._written.intermediate_values.update(trial._cached_frozen_trial.intermediate_values)
     trial.__class__, trial.__dict__ = DryTrial, vars(dry)

@@ -48,7 +48,9 @@ from perfguard.workload import (
     why_missing,
 )
 from perfguard_optuna.attributes import PREFIX, AnyTrial, attributes_of, has_verdict, write
-from perfguard_optuna.capture import DryTrial, SelfDescribed
+from perfguard_optuna.capture import SelfDescribed
+from perfguard_optuna.dry_trial import DryTrial
+from perfguard_optuna.facts import asked_for
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial
 
 if TYPE_CHECKING:
@@ -381,7 +383,8 @@ class KnownTrial:
         if build is None:
             return None
         params = WatchedParams(self.trial.params)
-        found = self.guard.describe(build, params)
+        with asked_for(self.study, self.trial):
+            found = self.guard.describe(build, params)
         if isinstance(found, Exception):
             if is_missing_parameter(found, params.given):
                 self.missing = {found.args[0]}

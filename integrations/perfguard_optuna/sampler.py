@@ -24,6 +24,7 @@ from perfguard.exceptions import ConfigurationError, UnguardedTrialError, Unguar
 from perfguard.verdict import Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, is_missing_parameter
 from perfguard_optuna.attributes import PREFIX, attributes_of, write
+from perfguard_optuna.facts import asked_for
 from perfguard_optuna.guard import OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
 
@@ -225,7 +226,8 @@ class PerfGuardSampler(BaseSampler):
         assert build is not None
         while True:
             params = WatchedParams(drawn | fixed)
-            found, workload = self.guard.guard.describe(build, params), None
+            with asked_for(study, trial):
+                found, workload = self.guard.guard.describe(build, params), None
             if not isinstance(found, Exception):
                 workload, missing = found, params.missing
             elif is_missing_parameter(found, params.given):

@@ -29,7 +29,9 @@ from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild, CapturedTrial
 from perfguard_optuna.attributes import PREFIX, has_verdict
-from perfguard_optuna.capture import DryTrial, Objective, ObjectiveBuild, SelfDescribed, leave_study
+from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
+from perfguard_optuna.dry_trial import DryTrial
+from perfguard_optuna.facts import snapshot_of
 from perfguard_optuna.guard import GuardedRun, KnownTrial, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial, running
@@ -288,8 +290,13 @@ class GuardedObjective:
                 captures.note_first_forward(found, first_forward.set_up_s)
                 trial.known.judge_late(found, waited_s=first_forward.waited_s)
 
+        fact = snapshot_of(trial)
         first_forward = FirstForward(
-            self.guard.device, judge, lambda: leave_study(trial), problem=problem, network=self.guard.guard.dry_run_network
+            self.guard.device,
+            judge,
+            lambda: leave_study(trial, fact),
+            problem=problem,
+            network=self.guard.guard.dry_run_network,
         )
         return first_forward
 

@@ -25,7 +25,7 @@ from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.record import TrialRecord, measured_by
 from perfguard.tracking import fields_of
 from perfguard_ray.ledger import REPAIR_KEY, ledger_of, number_of
-from perfguard_ray.worker import TrialRejected, Watch, play_steps, session_here
+from perfguard_ray.worker import Facts, TrialRejected, Watch, asked_for, play_steps, session_here
 
 if TYPE_CHECKING:
     from perfguard.summary import Summary
@@ -220,7 +220,8 @@ class PerfGuardCallback(Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         from_checkpoint = trial.latest_checkpoint_result is not None
-        self.ledger.start(trial.trial_id, trial.config, trial=number_of(trial), from_checkpoint=from_checkpoint)
+        with asked_for(Facts.of(trial)):
+            self.ledger.start(trial.trial_id, trial.config, trial=number_of(trial), from_checkpoint=from_checkpoint)
 
     def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any) -> None:
         entry = self.ledger.entries.get(trial.trial_id)

@@ -22,7 +22,7 @@ from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
 from perfguard_ray.ledger import InThisProcess, Ledger, make_ledger
 from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
-from perfguard_ray.worker import play_steps, pretend_session
+from perfguard_ray.worker import Facts, asked_facts, play_steps, pretend_session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,6 +46,11 @@ class TrainableBuild(DryRuns):
 
     def __init__(self, trainable: Any, device: Device, *, most_seconds: float = 120.0, network: bool = False) -> None:
         super().__init__(trainable, device, most_seconds=most_seconds, network=network)
+
+    @property
+    def trainable_name(self) -> str:
+        """The name that Tune's trials of it begin with."""
+        return getattr(self._objective, "__name__", "trial")
 
     def __reduce__(self) -> Any:  # what was seen stays here
         return functools.partial(type(self), network=self._network), (self._objective, self._device)
@@ -75,7 +80,8 @@ class TrainableBuild(DryRuns):
         if known is not None:
             return known
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
-        task = _dry_run.remote(self._objective, config, self._device, spares, most_s, self._network)
+        play = functools.partial(_play, self._objective, config, asked_facts.get())
+        task = _dry_run.remote(play, self._device, spares, most_s, self._network)
         try:
             result: CapturedTrial | Exception = ray.get(task, timeout=most_s + 10)
         except ray.exceptions.GetTimeoutError:
@@ -103,11 +109,11 @@ def _put(config: dict[str, Any], found: Answer) -> None:
 
 @ray.remote(num_cpus=0, num_gpus=0, max_calls=1, max_retries=0)  # the trials that run may have all processors
 def _dry_run(
-    trainable: Any, config: dict[str, Any], device: Device, spares: bool, most_seconds: float, network: bool
+    play: Callable[[Ask], None], device: Device, spares: bool, most_seconds: float, network: bool
 ) -> CapturedTrial | Exception:
     """Dry-run in a process that this worker forks: the worker itself has threads of Ray, so it can have no view of its own."""
     warnings.simplefilter("ignore")
-    runs = DryRuns(functools.partial(_play, trainable, config), device, most_seconds=most_seconds, spares=spares, network=network)
+    runs = DryRuns(play, device, most_seconds=most_seconds, spares=spares, network=network)
     try:
         return runs.capture(_fetch)
     except (CaptureError, TooLargeError) as problem:
@@ -131,14 +137,14 @@ def _fetch(ids: Sequence[bytes]) -> Answer:
     return Answer("objects of Ray", _Fetched(ray.get([ray.ObjectRef(each) for each in ids])))
 
 
-def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any], ask: Ask) -> None:
+def _play(trainable: Any, config: dict[str, Any], facts: Facts, ask: Ask) -> None:
     def get(refs: Any, **_: Any) -> Any:
         is_one = isinstance(refs, ray.ObjectRef)
         found = ask([ref.binary() for ref in ([refs] if is_one else refs)]).values
         return found[0] if is_one else found
 
     ray.get = get  # type: ignore[assignment]
-    pretend_session()
+    pretend_session(facts)
     trial = trainable(config)
     if inspect.isclass(trainable):
         play_steps(trial.step)

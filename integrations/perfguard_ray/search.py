@@ -23,6 +23,7 @@ from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import AnyBuild
 from perfguard_ray.ledger import REPAIR_KEY, Ledger, make_ledger, number_of
+from perfguard_ray.worker import Facts, asked_for
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,7 +144,9 @@ class PerfGuardSearcher(_Guarded, Searcher):
             if suggestion is None or suggestion == Searcher.FINISHED:
                 return suggestion
             number = counted.num_launched + 1  # as Tune's SearchGenerator counts
-            entry = ledger.judge(merge_dicts(self._constants, suggestion), trial=number, trial_id=trial_id)
+            name = f"{getattr(ledger.build, 'trainable_name', 'trial')}_{trial_id}"  # as Tune makes it
+            with asked_for(Facts(trial_id=trial_id, trial_name=name)):
+                entry = ledger.judge(merge_dicts(self._constants, suggestion), trial=number, trial_id=trial_id)
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
             if not entry.rejected:
                 self._inner_ids[trial_id], ledger.entries[trial_id] = inner_id, entry
@@ -324,7 +327,8 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         return None
 
     def _fits(self, trial: Trial) -> bool:
-        entry = self.ledger.judge(trial.config, trial=number_of(trial), trial_id=trial.trial_id)
+        with asked_for(Facts.of(trial)):
+            entry = self.ledger.judge(trial.config, trial=number_of(trial), trial_id=trial.trial_id)
         if entry.rejected:
             return False
         self._feasible.add(self._part_of(trial))

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray import cloudpickle
+from ray import cloudpickle, tune
 from ray.experimental import internal_kv
 
 from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError
 
 if TYPE_CHECKING:
+    from ray.tune.experiment import Trial
+
     from perfguard.capture.first_forward import FirstForward
     from perfguard.capture.real import RealStep
     from perfguard.measure import Run
@@ -136,8 +140,62 @@ def session_here() -> Any:
         return None
 
 
-def pretend_session() -> None:
-    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60)."""
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a training function may ask of its trial."""
+
+    trial_id: str = "dry-run"
+    trial_name: str = "dry-run"
+    trial_resources: Any = field(default_factory=lambda: tune.PlacementGroupFactory([{"CPU": 1.0}]))
+    trial_dir: str = ""
+    """Empty, or not made yet: the working directory of the process."""
+    experiment_name: str = "dry-run"
+    loaded_checkpoint: Any = None
+    """From which the trial goes on. None: it begins anew."""
+
+    @staticmethod
+    def of(trial: Trial) -> Facts:
+        """Return those of a trial of Tune, from the driver. Its resources are not known before Tune has accepted it."""
+        storage: Any = trial.storage  # None: the trial was made by hand
+        folder = ""
+        with suppress(RuntimeError, AttributeError):  # it has no folder yet
+            folder = str(trial.local_path)
+        return Facts(
+            trial_id=trial.trial_id,
+            trial_name=str(trial),
+            trial_resources=trial.placement_group_factory or Facts().trial_resources,
+            trial_dir=folder,
+            experiment_name="dry-run" if storage is None else storage.experiment_dir_name,
+            loaded_checkpoint=trial.checkpoint,
+        )
+
+    @staticmethod
+    def of_session(session: Any) -> Facts:
+        """Return those of the trial of this process. A ``session`` of None: it has none."""
+        known = {one.name: getattr(session, one.name, None) for one in fields(Facts)}
+        return Facts(**{name: value for name, value in known.items() if value is not None})
+
+
+asked_facts: ContextVar[Facts] = ContextVar("perfguard_ray_facts", default=Facts())  # noqa: B039 - it is frozen
+"""Facts of the trial for which a dry run is made."""
+
+
+@contextmanager
+def asked_for(facts: Facts) -> Iterator[None]:
+    """A ``with`` block in which what a configuration would run is asked for a trial with these ``facts``."""
+    token = asked_facts.set(facts)
+    try:
+        yield
+    finally:
+        asked_facts.reset(token)
+
+
+def pretend_session(facts: Facts | None = None) -> None:
+    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60).
+
+    Args:
+        facts: of the trial. None: those of the session of this process, in which the trial has begun.
+    """
     from ray import actor, remote_function
     from ray.train._internal import session
 
@@ -152,12 +210,14 @@ def pretend_session() -> None:
 
         if "_get_local_controller" in vars(TorchTrainer):  # older ones cannot run in this process
             TorchTrainer.fit = _run_first_worker  # type: ignore[assignment, method-assign]
-    folder = str(Path.cwd())
+    facts = facts or Facts.of_session(session.get_session())
+    folder = facts.trial_dir if facts.trial_dir and Path(facts.trial_dir).is_dir() else str(Path.cwd())
+    storage = SimpleNamespace(trial_fs_path=folder, trial_dir_name=Path(folder).name, experiment_dir_name=facts.experiment_name)
     session._session = SimpleNamespace(  # type: ignore[assignment]
-        report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
-        node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
-        trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
-        _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
+        report=lambda *_, **__: None, loaded_checkpoint=facts.loaded_checkpoint, world_size=1, world_rank=None, local_rank=0,
+        local_world_size=1, node_rank=0, experiment_name=facts.experiment_name, trial_name=facts.trial_name,
+        trial_id=facts.trial_id, run_id=facts.trial_id, trial_dir=folder, trial_resources=facts.trial_resources, storage=storage,
+        accelerator=None, _get_or_create_inter_actor_queue=lambda: None,  # through which a trainer of Ray Train reports
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ class Answer(NamedTuple):
     value: Any
     other: Any = None
     """Another value that the search may propose, of a parameter that is continuous. None: it is not."""
+    is_fact: bool = False
+    """Whether it is what the objective has read of its trial, such as its number, and no parameter."""
 
 
 HAS_SENT = 86

@@ -1,7 +1,8 @@
 """HostUse: what a trial holds in the memory of the host, as its dry run shows it.
 
     process   the peak of the dry run itself, which reads data, imports libraries and keeps what is offloaded as the trial will
-    results   what comes back from the device and is kept, such as activations that are offloaded, or FSDP's shards
+    results   what comes back from the device and is kept, such as activations that are offloaded, or FSDP's shards; and what is
+              too large to have data in a dry run (`blanks.py`)
     model     the largest model that the host makes before it moves to the GPU: it is on meta here, so it is counted
     workers   of a DataLoader. Each has memory of its own, makes a batch, and keeps some ready
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from perfguard.capture.values import zeros_on_host
+from perfguard.capture.blanks import zeros_on_host
 from perfguard.graph.recorder import tensors_in
 from perfguard.measure.cpu import peak_resident_bytes, reset_peak
 from perfguard.workload import HostMemory
@@ -69,6 +70,11 @@ class HostUse:
     def has_offloaded(self, value: Any) -> bool:
         """Whether a tensor in ``value`` is offloaded."""
         return any(self._kept.get(tensor.untyped_storage(), False) for tensor in tensors_in(value)) if self._kept else False
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept now."""
+        return self._kept_bytes
 
     def _drop(self, num_bytes: int) -> None:
         self._kept_bytes -= num_bytes

@@ -94,7 +94,7 @@ class Remembered:
 
     def of(self, answers: Mapping[str, Answer]) -> Shown | None:
         """Return what is known of a trial with ``answers``, or why no more dry runs are made. None: nothing is."""
-        return self.given_up or self._shown.get(self._key(answers))
+        return self.given_up or self._shown.get(self._key(answers)) or self._shown.get(self._key(_without_numbers(answers)))
 
     def note_question(self, answers: Mapping[str, Answer], question: Question) -> None:
         """Note what the objective asks after ``answers``."""
@@ -123,6 +123,10 @@ class Remembered:
             self.give_up(shown)
         if answers or not isinstance(shown, CaptureError):  # else it did not come to what tells trials apart
             self._shown.put(self._key(answers), shown)
+        parameters, space = _without_numbers(answers), self._spaces.get(tuple(answers))
+        if len(parameters) < len(answers) and space is not None and space.by_value is False:  # another number changes nothing
+            self.note_space(parameters, by_value=False)
+            self._shown.put(self._key(parameters), shown)
 
     def give_up(self, why: CaptureError) -> None:
         """Make no more dry runs."""
@@ -135,6 +139,11 @@ class Remembered:
             (given.name, type(given.value).__name__, repr(given.value) if by_value or given.other is None else given.value != 0)
             for given in answers.values()
         )
+
+
+def _without_numbers(answers: Mapping[str, Answer]) -> Mapping[str, Answer]:
+    """Return ``answers`` without facts of the trial that no other trial has, such as its number."""
+    return {name: given for name, given in answers.items() if not (given.is_fact and given.other is not None)}
 
 
 def _exactly(answers: Mapping[str, Answer]) -> Hashable:

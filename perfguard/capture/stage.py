@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import sys
 import types
 import weakref
@@ -28,21 +29,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
+from perfguard.capture.blanks import Blanks, on_meta, written_by, zeros_on_host
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.host import HostUse
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.trainers import follow_trainers
-from perfguard.capture.values import Values, zeros_on_host
-from perfguard.exceptions import CaptureError
+from perfguard.capture.values import Values
+from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, operator_of, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
+from perfguard.quantities import format_bytes
 
 if TYPE_CHECKING:
     from perfguard.capture.loaders import Loaders
@@ -59,11 +62,14 @@ class HostTensors(TorchDispatchMode):
     Args:
         device: the guarded device.
         recorder: gets the twins of what is copied to the device, as inputs of the step.
+        blanks: decides which tensors of the host have no data. None: by its defaults.
     """
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
+    def __init__(self, device: Device, recorder: Recorder, blanks: Blanks | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cpu = device.kind == "cpu"
+        self._most_kept_bytes = device.memory_bytes if self._is_cpu else None
+        """The most bytes that tensors of the host may have. None: nobody knows, because the host of a GPU may be another."""
         self.recorder = recorder
         self._twins: weakref.WeakKeyDictionary[Any, dict[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
         """Of tensors of the host that operators of the device have read: by their storage, and by their place in it."""
@@ -81,6 +87,7 @@ class HostTensors(TorchDispatchMode):
         """Storages of a batch that no model has read yet."""
         self.values = Values()
         self.use = HostUse()
+        self.blanks = Blanks() if blanks is None else blanks
 
     def restored(self, source: torch.Tensor) -> torch.Tensor:
         """Return the twin on the device of a tensor of a file."""
@@ -122,8 +129,9 @@ class HostTensors(TorchDispatchMode):
                 return self._of_offloaded(func, args, kwargs)
             if not given and _is_meta_device(kwargs.get("device")):
                 return self.values.run(func, args, kwargs, self.recorder.record)
-            if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
-                return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
+            is_work = self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)
+            if not is_work:  # else the host is the device, and what a model computes is its work
+                return self._on_host(func, args, kwargs, given)
         if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
@@ -131,7 +139,7 @@ class HostTensors(TorchDispatchMode):
         if func in (aten.equal.default, aten.allclose.default):
             return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
-            found = self.values.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            found = self._come_back(args[0], kwargs.get("dtype") or args[0].dtype)
             return self.use.keep(found, is_pinned=kwargs.get("non_blocking", False))  # PyTorch pins where it need not wait
         if func is aten.copy_.default:
             if not args[0].is_meta:
@@ -162,21 +170,39 @@ class HostTensors(TorchDispatchMode):
                         self.batches.append((len(tensor), tensor.numel() if is_text else 0))
         return self.values.run(func, args, kwargs, self.recorder.record)
 
+    def _on_host(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
+        """Run an operator on the host. What is too large for it is blank."""
+        if func is aten._local_scalar_dense.default and self.blanks.has(given):
+            self.values.on_unknown()
+        out, filled = self.blanks.run(func, args, kwargs, given)
+        for tensor in filled:
+            self._keep_blank(tensor)
+        return out
+
+    def _keep_blank(self, tensor: torch.Tensor) -> None:
+        self.use.keep(tensor)
+        kept = self.use.kept_bytes
+        if self._most_kept_bytes is not None and kept > self._most_kept_bytes:
+            raise TooLargeError(f"Tensors of the trial do not fit into the memory: they have {format_bytes(kept)}.", kept)
+
+    def _come_back(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the host gets of a tensor of the device. It is blank if it is too large."""
+        with _disable_current_modes():
+            like = torch.empty_like(source, dtype=dtype, device=META)
+        if self.values.are_known(source) or self.blanks.has_room_for(like.nbytes):
+            return self.values.read(source).to(dtype)
+        self.values.on_unknown()
+        return self.blanks.make(like)
+
     def _of_offloaded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator on the host, such as one of an optimizer. Nothing is computed and no memory taken."""
-        with _disable_current_modes():
-            twins: Any = tree_map_only(
-                torch.Tensor, empty_twin, (args, kwargs | ({"device": META} if "device" in kwargs else {}))
-            )
-            try:
-                out = func(*twins[0], **twins[1])
-            except NotImplementedError:  # its result is a value
-                return func(*args, **kwargs)
-        writes = operator_of(func).writes
-        if not writes:
+        try:
+            out = on_meta(func, args, kwargs)
+        except NotImplementedError:  # its result is a value
+            return func(*args, **kwargs)
+        if not operator_of(func).writes:
             return tree_map_only(torch.Tensor, self.use.offload, out)
-        position, name = writes[0]
-        return None if out is None else args[position] if position < len(args) else kwargs[name]
+        return None if out is None else written_by(func, args, kwargs)
 
     def _positions(self, index: Any) -> Sequence[Any]:
         """A mask with values selects as many as it says."""
@@ -200,7 +226,8 @@ class HostTensors(TorchDispatchMode):
         _refuse_sparse(source.layout)
         dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
-        self.values.remember(twin, source)
+        if not self.blanks.has([source]):
+            self.values.remember(twin, source)
         if self.recorder.phase is Phase.BACKWARD or self.use.has_offloaded(source):  # an activation, or a shard
             self.recorder.index_of(twin)
             return twin
@@ -220,7 +247,7 @@ class HostTensors(TorchDispatchMode):
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in views:
             twin = views[place] = self._arrived(empty_twin(tensor))
-            if tensor.numel() <= self.values.most_elements and not tensor.is_cuda:
+            if tensor.numel() <= self.values.most_elements and not (tensor.is_cuda or self.blanks.has([tensor])):
                 self.values.remember(twin, tensor.clone())  # a clone does not keep what the twin lives as long as
         return views[place]
 
@@ -286,6 +313,10 @@ class Placement(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.to, (source, META), {}
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
+        elif func is torch.Tensor.share_memory_ and self._host.blanks.has([source]):
+            return source  # there is nothing to share
+        elif func is torch.Tensor.__deepcopy__ and self._host.blanks.has([source]):  # PyTorch would copy its storage
+            return args[1].setdefault(id(source), source.detach().clone().requires_grad_(source.requires_grad))
         elif func is torch.Tensor.is_pinned and not on_meta:
             return True
         elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
@@ -406,6 +437,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
             replace(owner, "__init__", lambda own: _following(own, follow_libraries))
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host.use))
+        replace(RandomSampler, "__iter__", _drawing_of_many)
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
         replace(torch, "Generator", _of_the_host)
         replace(torch.distributions.Distribution, "_validate_args", lambda _: False)  # of values, all of which would be 0
@@ -550,6 +582,18 @@ def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], use: Ho
         return batch
 
     return __next__
+
+
+def _drawing_of_many(own: Any, *, most_listed: int = 2**22) -> Any:
+    """The order of a large data set is a list of its numbers, which takes 40 bytes for each. A dry run needs few of them."""
+
+    def __iter__(self: Any) -> Iterator[int]:
+        number = len(self.data_source)
+        if number <= most_listed:
+            return own(self)  # type: ignore[no-any-return]
+        return (random.randrange(number) for _ in range(self.num_samples))
+
+    return __iter__
 
 
 def _loading(own: Any, restored: Callable[[torch.Tensor], torch.Tensor], device_kind: str) -> Any:

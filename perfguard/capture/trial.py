@@ -25,6 +25,7 @@ import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
@@ -32,7 +33,7 @@ from perfguard.capture.ranks import Ranks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.capture.stops import Stops
 from perfguard.capture.trainers import join_trainers
-from perfguard.exceptions import CaptureError
+from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
 from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -71,7 +72,14 @@ class _Enough(BaseException):
     """Ends the objective when all has been seen."""
 
 
-def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 5.0, spares: bool = True) -> CapturedTrial:
+def capture(
+    run: Callable[[], object],
+    device: Device,
+    *,
+    most_seconds: float = 5.0,
+    spares: bool = True,
+    blanks: Blanks | None = None,
+) -> CapturedTrial:
     """Run an objective without computing anything, and return what its trial would run on ``device``.
 
     It replaces parts of PyTorch while it runs, and leaves behind what the objective leaves behind. So call it in a process of its
@@ -82,21 +90,23 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
         device: the guarded device.
         most_seconds: how long to look for the end of the trial after its third step.
         spares: give all batches for up to a second, before loaders are cut short.
+        blanks: decides which tensors of the host have no data. None: by its defaults.
 
     Raises:
         CaptureError: if the objective makes no optimizer step, or raises an error before its second.
-        TooLargeError: if a tensor of it has more bytes than PyTorch can count.
+        TooLargeError: if a tensor of it has more bytes than PyTorch can count, or than the system has addresses. If ``device`` is
+            the CPU, also if what it makes beside the model has more bytes than the memory.
     """
-    with watching(device, most_seconds=most_seconds, spares=spares) as watch:
+    with watching(device, most_seconds=most_seconds, spares=spares, blanks=blanks) as watch:
         run()
     return watch.captured()
 
 
 @contextmanager
-def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True) -> Iterator[Watch]:
+def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True, blanks: Blanks | None = None) -> Iterator[Watch]:
     """Run the block on the stage. The arguments are those of :func:`capture`. An error after the second step ends the block."""
     target = target_of(device)
-    watch = Watch(device, DevicePaths(target), most_seconds, spares)
+    watch = Watch(device, DevicePaths(target), most_seconds, spares, blanks)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(gc_paused())
@@ -109,7 +119,7 @@ def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True) 
         except _Enough:
             pass
         except Exception as error:
-            if len(watch.marks) < 2:
+            if len(watch.marks) < 2 or isinstance(error, TooLargeError):
                 raise
             watch.unseen = watch.unseen or f"{type(error).__name__}: {error}"
 
@@ -117,12 +127,14 @@ def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True) 
 class Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
-    def __init__(self, device: Device, paths: DevicePaths, most_seconds: float, spares: bool) -> None:
+    def __init__(
+        self, device: Device, paths: DevicePaths, most_seconds: float, spares: bool, blanks: Blanks | None = None
+    ) -> None:
         self._device = device
         self._paths = paths
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules, is_cpu=device.kind == "cpu")
-        self.host = HostTensors(device, self._recorder)
+        self.host = HostTensors(device, self._recorder, blanks)
         self._stops = Stops()
         self.host.values.on_unknown = self._stops.note_value
         self._placement = Placement(device, self._recorder, self.host)

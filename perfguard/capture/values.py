@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from perfguard.capture.blanks import zeros_on_host
 from perfguard.graph.recorder import operator_of, tensors_in
 from perfguard.graph.shape_rules import empty_twin
 
@@ -187,9 +187,3 @@ _OVERWRITING = {"zero_", "fill_", "copy_"}
 """After them, nothing is left of the values before."""
 _COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf"}
 """Their results are conditions."""
-
-
-def zeros_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros on the host in the shape of ``tensor``. The system hands out no page of them before it is written to."""
-    flat = torch.from_numpy(np.zeros(tensor.numel() * tensor.element_size(), dtype=np.uint8))
-    return flat.view(tensor.dtype).reshape(tensor.shape)

@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Workload
-from perfguard_optuna import PerfGuardPruner, create_study, record_of
+from perfguard_optuna import PerfGuardPruner, create_study, guarded, record_of
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
@@ -68,3 +68,35 @@ def test_the_constraint_grows_with_the_batch() -> None:
     study.optimize(lambda trial: trial.suggest_int("batch_size", 1, LARGEST), n_trials=10, count="proposed", pruner=pruner)
     violations = [trial.constraints["perfguard:memory"] for trial in study.trials]
     assert violations == sorted(violations)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("gpu", ["a100", "cpu"])
+@pytest.mark.parametrize("kind", ["layer", "embedding", "data"])
+def test_objective_that_the_host_cannot_even_set_up_is_pruned(kind: str, gpu: str) -> None:
+    """Its dry run failed for want of memory, so the hopeless trial was launched, and ended the study with an error."""
+    launched: list[int] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        size = trial.suggest_int("size", 1, LARGEST)
+        if not nn.Linear(1, 1).weight.is_meta:
+            launched.append(size)
+        data = torch.randn(size if kind == "data" else 32, 256)
+        model = nn.Linear(256, size if kind == "layer" else 8)
+        words = nn.Embedding(size if kind == "embedding" else 8, 64)
+        if gpu == "a100":
+            data, model, words = data.cuda(), model.cuda(), words.cuda()
+        optimizer = torch.optim.Adam([*model.parameters(), *words.parameters()])
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(data).mean() + words(torch.zeros(4, dtype=torch.long, device=data.device)).mean()).backward()
+            optimizer.step()
+        return 0.0
+
+    study = create_study()
+    for size in (10**9, 3 * 10**8):  # 1 TB and 307 GB of a layer or of data, 256 GB and 77 GB of words
+        study.enqueue_trial({"size": size})
+    study.optimize(guarded(objective, gpu, log=False), n_trials=2, count="proposed")
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED] * 2
+    assert launched == []
+    assert all(trial.constraints["perfguard:memory"] > 0 for trial in study.trials)

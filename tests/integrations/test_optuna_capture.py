@@ -350,10 +350,10 @@ def test_guarded_is_a_decorator() -> None:
 
 
 def test_tensor_that_fits_into_no_memory_is_pruned_and_never_made() -> None:
-    widths, launched = (2**62, 10 * 2**40 // 16), []  # more bytes than PyTorch counts, and 10 TiB
+    widths, launched = (2**62, 10 * 2**40 // 3072), []  # more bytes than PyTorch counts, and 10 TiB
 
     def objective(trial: optuna.Trial) -> float:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(4, trial.suggest_categorical("width", widths)))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(768, trial.suggest_categorical("width", widths)))
         launched.append(trial.number)
         return train(model, make_loader(5))
 

@@ -67,6 +67,14 @@ def train_without_steps(config: dict[str, Any]) -> dict[str, float]:
     return {"loss": 1 / len(config["missing"]) if "missing" in config else 1.0}
 
 
+def train_as_named(config: dict[str, Any]) -> None:
+    """Is large in trials whose id, name or resources a dry run makes up."""
+    context = tune.get_context()
+    asked = str(context.get_trial_id()), str(context.get_trial_name()), context.get_trial_resources()
+    is_real = len(asked[0]) >= 8 and asked[1] == f"train_as_named_{asked[0]}" and (not config["has_resources"] or asked[2])
+    train(config | {"width": config["width"] if is_real else LARGE})
+
+
 class Train(tune.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         self.model = nn.Linear(64, config["width"])
@@ -183,6 +191,29 @@ def test_a_trial_that_fits_runs_and_one_that_does_not_never_starts(tmp_path: Pat
     assert (summary.num_launched, summary.num_pruned) == (2, 1)
     (rejected,) = [record for record in guarded.perfguard.ledger.records() if record.in_words == "pruned"]
     assert "the budget is 1.00 MiB" in rejected.verdict.reason
+
+
+@pytest.mark.parametrize("gpu", [BARE_A100, "cpu"], ids=["gpu", "cpu"])
+def test_model_that_the_host_cannot_hold_never_starts(tmp_path: Path, gpu: Any) -> None:
+    """Its dry run failed for want of memory, so it was launched."""
+    guarded = perfguard_ray.guarded(train, **OPTIONS | {"gpu": gpu})
+    with pytest.warns(NothingFeasibleWarning, match="1 of 2 points were left out"):
+        fit(guarded, tmp_path, {"width": tune.grid_search([SMALL, 10**9])})  # 238 GiB
+    assert [file.name for file in tmp_path.glob("ran-*")] == [f"ran-{SMALL}"]
+    (rejected,) = [record for record in guarded.perfguard.ledger.records() if record.in_words == "pruned"]
+    assert "needs at least" in rejected.verdict.reason
+
+
+def test_dry_run_has_the_id_the_name_and_the_resources_of_the_trial(tmp_path: Path) -> None:
+    """It had those of nobody, so it was another training."""
+    space = {"width": tune.grid_search([SMALL, 16]), "has_resources": True}
+    assert len(fit(perfguard_ray.guarded(train_as_named, **OPTIONS), tmp_path, space)) == 2
+    assert sorted(file.name for file in tmp_path.glob("ran-*")) == ["ran-16", f"ran-{SMALL}"]
+    searched = {"width": tune.choice([SMALL]), "has_resources": False}
+    (tmp_path / f"ran-{SMALL}").unlink()
+    guarded = perfguard_ray.guarded(train_as_named, **OPTIONS)
+    fit(guarded, tmp_path, searched, num_samples=1, search_alg=OptunaSearch(seed=1))
+    assert (tmp_path / f"ran-{SMALL}").exists()
 
 
 def test_a_searcher_is_guarded_and_its_resources_come_from_predictions(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from perfguard import resolve_device
 from perfguard.capture.first_forward import FirstForward
 from perfguard.capture.trial import capture
-from perfguard.exceptions import CaptureError
+from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.workload import CapturedTrial
 
 CPU = resolve_device("cpu")
@@ -287,3 +287,21 @@ def test_a_trial_out_of_memory_before_its_first_step_says_why_it_was_launched() 
     with pytest.raises(MemoryError), FirstForward(CPU, found.append, lambda: None, problem=CaptureError("why")):
         raise MemoryError
     assert [str(error) for error in found] == ["why"]
+
+
+def test_data_made_after_the_first_forward_pass_take_no_memory() -> None:
+    """The set-up depends on values; what the training makes for itself is too large for the host."""
+
+    def objective() -> None:
+        assert nn.Linear(8, 8).weight.square().sum().item() > 0
+        model = nn.Linear(256, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(8, 256)).sum().backward()
+            model(torch.randn(500_000_000, 256)).sum().backward()
+            optimizer.step()
+
+    found = judged(objective)
+    assert isinstance(found, TooLargeError) or (
+        isinstance(found, CapturedTrial) and found.graph.peak_live_bytes > 4 * 500_000_000 * 256
+    )

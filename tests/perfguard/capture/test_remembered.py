@@ -174,3 +174,19 @@ def test_conditional_spaces_without_number_stay_bounded() -> None:
     found = remembered.of_params({"units_999": 8})
     assert isinstance(found, CapturedTrial)
     assert found.steps == 1000
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_number_of_a_trial_is_part_of_what_is_remembered_only_if_it_decides(decides: bool) -> None:
+    """A trial has a number of its own, so one in a file name would cost each trial a dry run."""
+
+    def asked(number: int) -> dict[str, Answer]:
+        return {"number": Answer("number", number, number + 720_721, is_fact=True), "width": Answer("width", 8)}
+
+    remembered, first = Remembered(), asked(0)
+    remembered.note_space(first, by_value=decides)
+    remembered.note(first, captured(8))
+    assert remembered.of(first) is not None
+    assert (remembered.of(asked(7)) is None) is decides
+    assert (remembered.of({"width": Answer("width", 8)}) is None) is decides
+    assert remembered.of({"width": Answer("width", 9)}) is None

@@ -196,8 +196,8 @@ def test_an_objective_unwinds_where_its_next_answers_are_known(
 
     runs = dry(objective)
     for rate in (0.1, 0.2):  # after another rate, only a dry run can tell what is asked next
-        values = {"width": (4,), "rate": (rate, 0.3), "momentum": (0.5, 0.6)}
-        runs.capture(lambda name: Answer(name, *values[name]))  # noqa: B023
+        values = {"width": Answer("width", 4), "rate": Answer("rate", rate, 0.3), "momentum": Answer("momentum", 0.5, 0.6)}
+        runs.capture(values.__getitem__)
     heard = b""
     while heard.count(b"unwound") < 3:  # two dry runs of the first trial, and the one that ended at the second's last suggestion
         heard += os.read(read, 1000)

@@ -216,6 +216,27 @@ def test_script_that_fails_after_its_training_is_judged_by_its_step(write: Write
     assert main(["check", script, *GPU, "--max-trial-time", "1h", "--steps", "600"]) == 0
 
 
+@pytest.mark.parametrize("gpu", ["a100-pcie-40gb", "cpu"])
+def test_script_whose_model_the_host_cannot_hold_is_judged_by_its_bytes(
+    write: Write, capsys: pytest.CaptureFixture[str], gpu: str
+) -> None:
+    where = "cpu" if gpu == "cpu" else "cuda"
+    text = f"""
+import torch
+model = torch.nn.Linear(256, 200_000_000).to("{where}")
+data = torch.randn(64, 256)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(data.to("{where}")).mean().backward()
+    optimizer.step()
+"""
+    assert main(["check", write(text), "--gpu", gpu]) == 1
+    out, err = capsys.readouterr()
+    assert "needs at least" in out
+    assert err == ""
+
+
 def test_a_script_is_predicted_on_several_devices(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", write(TRAINING), "--gpu", "t4,cpu", "--json"]) == 0
     assert {row["gpu"] for row in json.loads(capsys.readouterr().out) if row["total_time_s"]} == {"t4", "cpu"}
