@@ -48,7 +48,8 @@ class DryTrial(optuna.Trial):
 
     def as_now(self, real: FrozenTrial) -> FrozenTrial:
         """Return ``real`` with what the dry run has suggested and written."""
-        found, written = copy.copy(real), self._written
+        found = copy.copy(real)
+        written = self._written
         for name in ("params", "_distributions", "user_attrs", "system_attrs", "intermediate_values"):
             setattr(found, name, {**getattr(real, name), **getattr(written, name)})
         return found
@@ -153,7 +154,8 @@ class DryStorage:
         return self._memory
 
     def _trials(self) -> list[FrozenTrial]:
-        trials, number = [*self._trial.fact("trials")], self._trial.number
+        trials = [*self._trial.fact("trials")]
+        number = self._trial.number
         if number == len(trials):  # a proposal, of which no trial is made yet
             trials.append(create_trial(state=TrialState.RUNNING))
         trials[number] = self._trial.as_now(trials[number])

@@ -227,7 +227,8 @@ class PerfGuardSampler(BaseSampler):
         while True:
             params = WatchedParams(drawn | fixed)
             with asked_for(study, trial):
-                found, workload = self.guard.guard.describe(build, params), None
+                found = self.guard.guard.describe(build, params)
+                workload = None
             if not isinstance(found, Exception):
                 workload, missing = found, params.missing
             elif is_missing_parameter(found, params.given):

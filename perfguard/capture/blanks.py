@@ -125,7 +125,8 @@ class Blanks:
         Returns:
             Its result, and the blank tensors that take memory in a real trial from now on.
         """
-        operator, reads_blank = operator_of(func), self.has(given)
+        operator = operator_of(func)
+        reads_blank = self.has(given)
         is_small = bool(operator.writes) or 8 * most_elements(args, kwargs) <= self._allowance
         if operator.is_view or func.namespace != "aten" or (is_small and not reads_blank):
             return self._with_data(func, args, kwargs), []

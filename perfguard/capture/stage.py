@@ -313,10 +313,8 @@ class Placement(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.to, (source, META), {}
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
-        elif func is torch.Tensor.share_memory_ and self._host.blanks.has([source]):
-            return source  # there is nothing to share
-        elif func is torch.Tensor.__deepcopy__ and self._host.blanks.has([source]):  # PyTorch would copy its storage
-            return args[1].setdefault(id(source), source.detach().clone().requires_grad_(source.requires_grad))
+        elif func in _OF_BLANKS and self._host.blanks.has([source]):
+            return _OF_BLANKS[func](*args)
         elif func is torch.Tensor.is_pinned and not on_meta:
             return True
         elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
@@ -331,10 +329,8 @@ class Placement(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
         makes = self._is_cpu and not is_read and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
-        if makes and sys._getframe(1).f_globals.get("__name__") not in _ABOUT_RANKS:
-            device = kwargs.get("device")
-            if self.in_forward if device is None else torch.device(device).type == "cpu":
-                kwargs["device"] = META
+        if makes and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
+            kwargs["device"] = META
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
@@ -344,6 +340,12 @@ class Placement(TorchFunctionMode):
         elif is_read and func is torch.Tensor.to and out.is_meta and not on_meta:  # a collate function moves its batch
             self._host.values.remember(out, source)
         return out
+
+    def _is_for_device(self, device: Any, caller: types.FrameType) -> bool:
+        """Whether a tensor that ``caller`` makes on ``device`` is on the guarded CPU. None: none is named."""
+        if caller.f_globals.get("__name__") in _ABOUT_RANKS:
+            return False
+        return self.in_forward if device is None else torch.device(device).type == "cpu"
 
     @staticmethod
     def _place(value: Any) -> Any:
@@ -362,6 +364,19 @@ _STARTING: tuple[Any, ...] = (torch.Tensor.backward, torch.autograd.backward, to
 _BACKWARD = {func: inner for func in _STARTING if (inner := without_overrides(func)) is not None}
 """What starts a backward pass, and the same without its check for overrides, which runs with this mode on."""
 _MOVES = {torch.Tensor.to, torch._C._nn._parse_to}  # an integer is the number of a GPU
+
+
+def _copy_without_data(source: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Return a deep copy of a tensor without data. PyTorch would copy its storage."""
+    copied: torch.Tensor = memo.setdefault(id(source), source.detach().clone().requires_grad_(source.requires_grad))
+    return copied
+
+
+_OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.Tensor.share_memory_: lambda source: source,  # there is nothing to share
+    torch.Tensor.__deepcopy__: _copy_without_data,
+}
+"""What functions do to a tensor that has no data."""
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}

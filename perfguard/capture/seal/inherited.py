@@ -14,7 +14,8 @@ from pathlib import Path
 from perfguard.capture.seal import linux
 from perfguard.pytorch import objects_of
 
-_FIXED, _ANONYMOUS_SHARED = 0x10, 0x21
+_FIXED = 0x10
+_ANONYMOUS_SHARED = 0x21
 """MAP_FIXED, and MAP_SHARED with MAP_ANONYMOUS (linux/mman.h)."""
 
 

@@ -16,14 +16,19 @@ from contextlib import suppress
 
 from perfguard.capture.seal import linux
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 """Numbers of Landlock's system calls, which are the same on all processors (asm-generic/unistd.h)."""
-_WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
+_WRITE_FILE = 1 << 1
+_REFER = 1 << 13
+_TRUNCATE = 1 << 14
 _REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))
 """Rights of linux/landlock.h: to remove and make folders, files, links, sockets, pipes and devices."""
 _TCP = 0b11
 """To bind and to connect; interface 4 and later."""
-_ABSTRACT_SOCKETS, _SIGNALS = 0b01, 0b10
+_ABSTRACT_SOCKETS = 0b01
+_SIGNALS = 0b10
 """What reaches processes outside; interface 6 and later."""
 _BENEATH = 1
 
@@ -89,11 +94,16 @@ def _allow(ruleset: int, path: str, changes: int) -> None:
 
 _SYSTEM = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 """By processor: its number (linux/audit.h), and that of socket(2)."""
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_LOAD = 0x20
+_JUMP_IF_EQUAL = 0x15
+_RETURN = 0x06
 """Instructions of classic BPF (linux/bpf_common.h)."""
-_ALLOW, _FAIL = 0x7FFF0000, 0x00050000
+_ALLOW = 0x7FFF0000
+_FAIL = 0x00050000
 """What a filter may answer (linux/seccomp.h)."""
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
 """Offsets in seccomp_data (linux/seccomp.h)."""
 _NETLINK = 16
 """AF_NETLINK, by which programs ask the kernel itself (linux/socket.h)."""

@@ -7,15 +7,25 @@ import functools
 import os
 import platform
 
-NEW_MOUNTS, NEW_USER, NEW_NETWORK, NEW_IPC = 0x00020000, 0x10000000, 0x40000000, 0x08000000
+NEW_MOUNTS = 0x00020000
+NEW_USER = 0x10000000
+NEW_NETWORK = 0x40000000
+NEW_IPC = 0x08000000
 """Namespaces of unshare(2) (linux/sched.h)."""
-BIND, RECURSIVE, SLAVE = 0x1000, 0x4000, 0x80000
+BIND = 0x1000
+RECURSIVE = 0x4000
+SLAVE = 0x80000
 """Flags of mount(2) (linux/mount.h)."""
-NO_NEW_PRIVILEGES, SECCOMP, DIE_WITH_PARENT, ADOPT_ORPHANS = 38, 22, 1, 36
+NO_NEW_PRIVILEGES = 38
+SECCOMP = 22
+DIE_WITH_PARENT = 1
+ADOPT_ORPHANS = 36
 """Options of prctl(2) (linux/prctl.h)."""
 _MOUNT_SETATTR = 442
 """Number of a system call that is newer than the tables, so it is the same on all processors (asm-generic/unistd.h)."""
-_READ_ONLY, _ALL_BELOW, _HERE = 0x1, 0x8000, -100
+_READ_ONLY = 0x1
+_ALL_BELOW = 0x8000
+_HERE = -100
 """MOUNT_ATTR_RDONLY, AT_RECURSIVE and AT_FDCWD (linux/mount.h, linux/fcntl.h)."""
 
 

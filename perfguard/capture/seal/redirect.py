@@ -242,7 +242,8 @@ class Redirect:
     def _moving(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def move(source: Path, target: Path, *args: Any, **kwargs: Any) -> None:
-            before, after = self._absolute(source), self._absolute(target)
+            before = self._absolute(source)
+            after = self._absolute(target)
             if before is None or after is None or before == after:
                 own(self._to_read(source), target if after is None else self._to_write(target, keeps=False), *args, **kwargs)
                 return

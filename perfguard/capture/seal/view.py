@@ -73,7 +73,8 @@ def enter_view(*, network: bool, most_bytes: int) -> None:
 
 def _unshare(network: bool) -> bool:
     """Leave the namespaces of the process before. Return whether that needed no user namespace."""
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     wanted = linux.NEW_MOUNTS | linux.NEW_IPC | (0 if network else linux.NEW_NETWORK)
     with suppress(PermissionError):
         linux.call("unshare", wanted)
@@ -132,7 +133,8 @@ class _Cover:
     def overlay(self, source: str, target: str) -> None:
         """Lay memory over the folder ``source``, and mount both at ``target``."""
         number = self._count()
-        upper, work = f"{_SCRATCH}/upper{number}", f"{_SCRATCH}/work{number}"
+        upper = f"{_SCRATCH}/upper{number}"
+        work = f"{_SCRATCH}/work{number}"
         for folder in (upper, work):
             os.mkdir(folder)
         _like(source, upper)

@@ -57,7 +57,8 @@ def _serializing(serialize: Callable[..., bytes], most_bytes: int) -> Callable[.
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for name, tensor in tensors.items():
-            begin, end = end, end + sizes[name]
+            begin = end
+            end = begin + sizes[name]
             header[name] = {
                 "dtype": _field(tensor, "dtype"),
                 "shape": list(_field(tensor, "shape")),
