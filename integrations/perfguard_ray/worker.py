@@ -156,17 +156,17 @@ class Facts:
     @staticmethod
     def of(trial: Trial) -> Facts:
         """Return those of a trial of Tune, from the driver. Its resources are not known before Tune has accepted it."""
-        storage: Any = trial.storage  # None: the trial was made by hand
+        known: Any = {name: getattr(trial, name, None) for name in ("storage", "placement_group_factory", "checkpoint")}
         folder = ""
         with suppress(RuntimeError, AttributeError):  # it has no folder yet
             folder = str(trial.local_path)
         return Facts(
             trial_id=trial.trial_id,
             trial_name=str(trial),
-            trial_resources=trial.placement_group_factory or Facts().trial_resources,
+            trial_resources=known["placement_group_factory"] or Facts().trial_resources,
             trial_dir=folder,
-            experiment_name="dry-run" if storage is None else storage.experiment_dir_name,
-            loaded_checkpoint=trial.checkpoint,
+            experiment_name=getattr(known["storage"], "experiment_dir_name", "dry-run"),  # a trial made by hand has no storage
+            loaded_checkpoint=known["checkpoint"],
         )
 
     @staticmethod

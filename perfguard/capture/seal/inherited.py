@@ -11,7 +11,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from perfguard.capture.seal import linux
+import perfguard.capture.seal.linux as linux
 from perfguard.pytorch import objects_of
 
 _FIXED = 0x10

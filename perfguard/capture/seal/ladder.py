@@ -16,9 +16,10 @@ from typing import Literal, NamedTuple, SupportsIndex, get_args
 
 import psutil
 
-from perfguard.capture.seal import landlock, linux
+import perfguard.capture.seal.linux as linux
 from perfguard.capture.seal.audit import refuse_changes
 from perfguard.capture.seal.inherited import adopt_orphans, leave_files, leave_shared_memory
+from perfguard.capture.seal.landlock import close_network, landlock_version, restrict
 from perfguard.capture.seal.programs import Programs
 from perfguard.capture.seal.redirect import Redirect
 from perfguard.capture.seal.semaphores import share_without_files
@@ -87,14 +88,14 @@ def _climb(*, network: bool, most_bytes: int) -> Rung:
         with suppress(OSError):
             enter_view(network=network, most_bytes=most_bytes)
             with suppress(OSError):  # signals are refused since Linux 6.12
-                landlock.restrict(None, network=network)
+                restrict(None, network=network)
             return "namespaces"
     scratch = _make_scratch()
-    if "landlock" in allowed and landlock.landlock_version():
+    if "landlock" in allowed and landlock_version():
         with suppress(OSError):
-            landlock.restrict([*filter(os.path.exists, _WRITABLE), *([scratch] if scratch else [])], network=network)
+            restrict([*filter(os.path.exists, _WRITABLE), *([scratch] if scratch else [])], network=network)
             if not network:
-                landlock.close_network()
+                close_network()
             _redirect(scratch, most_bytes)
             if scratch is not None:
                 share_without_files(scratch)

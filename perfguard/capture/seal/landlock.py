@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
-from perfguard.capture.seal import linux
+import perfguard.capture.seal.linux as linux
 
 _CREATE_RULESET = 444
 _ADD_RULE = 445

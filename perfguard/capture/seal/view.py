@@ -23,7 +23,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
 
-from perfguard.capture.seal import linux
+import perfguard.capture.seal.linux as linux
 
 _SCRATCH = "/sys"
 """A folder that every Linux has, and that is still at hand by its descriptor when something lies over it."""
