@@ -21,7 +21,7 @@ import subprocess
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
 from perfguard.measure import NOT_A_NUMBER
+from perfguard.own_runs import by_graph
 from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
@@ -77,6 +78,9 @@ class Assessment:
     """The factor on the standard deviation of the next prediction, by target."""
     misfits: tuple[Doubt, ...] = ()
     """The run of each target up to which no width of the interval is enough: the predictor does not fit what runs there."""
+    runs_of: Mapping[str, Sequence[Observation]] = field(default_factory=dict)
+    """The runs of each graph, by its content hash: those of the study with all readings that are possible, and the others with
+    those that are believed."""
 
 
 def assess(observations: Sequence[Observation], *, study: str = "", predictor: str = "") -> Assessment:
@@ -354,6 +358,13 @@ def _scatter(groups: Iterable[Sequence[float]]) -> float:
 # --- The predictor follows the log ----------------------------------------------------------------------------------------------
 
 
+def _ran(read: Sequence[Observation], believed: Sequence[Observation], *, study: str) -> Iterator[Observation]:
+    """Yield what each run shows of its own configuration. A study's readings that are far from predictions show it, too."""
+    for run, as_believed in zip(read, believed, strict=True):
+        is_own = run.study == study
+        yield run if is_own and not any(why_impossible(run, target) for target in TARGETS) else as_believed
+
+
 class Learner:
     """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it."""
 
@@ -365,9 +376,10 @@ class Learner:
     def update(self, device: Device, *, study: str = "") -> Assessment:
         """Condition the predictor on the runs of ``device`` as ``study`` may learn from them, and return their assessment."""
         self._take_promoted()
-        assessment = assess(self._log.observations(device), study=study, predictor=self._predictor.name)
+        read = self._log.observations(device)
+        assessment = assess(read, study=study, predictor=self._predictor.name)
         self._predictor.fine_tune(assessment.observations)
-        return assessment
+        return replace(assessment, runs_of=by_graph(_ran(read, assessment.observations, study=study)))
 
     def _take_promoted(self) -> None:
         """Use the weights that are promoted in the log, if they are others now."""

@@ -32,6 +32,7 @@ from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfG
 from perfguard.log_database import Database, default_location, leave, parse_url, reason_of, unusable
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation
+from perfguard.risk_budget import EVEN_CHANCE, History
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -272,6 +273,24 @@ class MeasurementStore:
             except _DAMAGED as error:
                 self._warn(error)
         return found
+
+    def history(self, study: str) -> History:
+        """The launched trials of a study, of all processes that share the log. They are what its risk is accounted by.
+
+        Trials that ran on another device than the guarded one took none of its time.
+        """
+        query = Selection(study=study).query(MeasurementRow, DecisionRow, DeviceRow.device_id)
+        is_doubtful = sql.and_(DecisionRow.verdict != "prune", DecisionRow.accepted > EVEN_CHANCE)  # type: ignore[attr-defined]
+        ended, running, now_ns = [], [], time.time_ns()
+        for run, decision, device_id in self._read(query.where(sql.or_(MeasurementRow.decision_id.is_not(None), is_doubtful))):
+            try:
+                if run is not None and device_id in (None, run.device_id):
+                    ended.append(tables.ended_trial_of(run, decision))
+                elif run is None and (trial := tables.running_trial_of(decision, now_ns=now_ns)) is not None:
+                    running.append(trial)
+            except _DAMAGED as error:
+                self._warn(error)
+        return History(ended=tuple(ended), running=tuple(running))
 
     def device_ids(self) -> list[str]:
         """The devices that runs were measured on."""
