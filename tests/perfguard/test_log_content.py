@@ -77,20 +77,19 @@ def test_verdict_is_stored_once_and_in_one_schema(store: MeasurementStore, verdi
 def test_history_is_what_risk_is_accounted_by(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     """Of one study: what ended on the guarded device, how it showed that it exceeds a budget, and what may still fail."""
     doubtful = replace(LAUNCHED, limits=(Limit("memory", 950.0, PREDICTION.peak_memory),), accepted=0.98)
-    for number, (verdict, changes) in enumerate(
-        [
-            (LAUNCHED, {"first_step_s": 2.0}),
-            (LAUNCHED, {"status": "oom", "total_time_s": 1.0}),
-            (replace(LAUNCHED, phase="the evaluation"), {"status": "oom", "total_time_s": 3.0}),
-            (LAUNCHED, {"peak_memory_bytes": 3000}),
-            (LAUNCHED, {"status": "timeout"}),
-            (LAUNCHED, {"note": TOO_SLOW}),
-            (LAUNCHED, {"step_time_s": 2.0}),
-            (LAUNCHED, {"status": "failed"}),
-            (LAUNCHED, {"total_time_s": float("nan")}),
-            (LAUNCHED, {"device_id": "cpu"}),  # it took no time of the device
-        ]
-    ):
+    ended: list[tuple[Verdict, dict[str, Any]]] = [
+        (LAUNCHED, {"first_step_s": 2.0}),
+        (LAUNCHED, {"status": "oom", "total_time_s": 1.0}),
+        (replace(LAUNCHED, phase="the evaluation"), {"status": "oom", "total_time_s": 3.0}),
+        (LAUNCHED, {"peak_memory_bytes": 3000}),
+        (LAUNCHED, {"status": "timeout"}),
+        (LAUNCHED, {"note": TOO_SLOW}),
+        (LAUNCHED, {"step_time_s": 2.0}),
+        (LAUNCHED, {"status": "failed"}),
+        (LAUNCHED, {"total_time_s": float("nan")}),
+        (LAUNCHED, {"device_id": "cpu"}),  # it took no time of the device
+    ]
+    for number, (verdict, changes) in enumerate(ended):
         decision_id = record(store, number, verdict, graph=graphs[0], device=DEVICE)
         store.record_measurement(decision_id, replace(MEASUREMENT, **changes))
     for verdict in (PRUNED, LAUNCHED, doubtful):
