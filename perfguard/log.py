@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import threading
 import time
 import uuid
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -281,11 +283,17 @@ class MeasurementStore:
         """
         query = Selection(study=study).query(MeasurementRow, DecisionRow, DeviceRow.device_id)
         is_doubtful = sql.and_(DecisionRow.verdict != "prune", DecisionRow.accepted > EVEN_CHANCE)  # type: ignore[attr-defined]
+        rows = self._read(query.where(sql.or_(MeasurementRow.decision_id.is_not(None), is_doubtful)))
+        read: defaultdict[str | None, list[int]] = defaultdict(list)
+        for run, decision, _ in rows:
+            if run is not None and run.status == "ok" and run.peak_memory_bytes and decision.graph_hash:
+                read[decision.graph_hash].append(run.peak_memory_bytes)
+        usual = {graph_hash: statistics.median(readings) for graph_hash, readings in read.items() if len(readings) >= 3}
         ended, running, now_ns = [], [], time.time_ns()
-        for run, decision, device_id in self._read(query.where(sql.or_(MeasurementRow.decision_id.is_not(None), is_doubtful))):
+        for run, decision, device_id in rows:
             try:
                 if run is not None and device_id in (None, run.device_id):
-                    ended.append(tables.ended_trial_of(run, decision))
+                    ended.append(tables.ended_trial_of(run, decision, usual_bytes=usual.get(decision.graph_hash)))
                 elif run is None and (trial := tables.running_trial_of(decision, now_ns=now_ns)) is not None:
                     running.append(trial)
             except _DAMAGED as error:

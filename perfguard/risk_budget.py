@@ -25,7 +25,7 @@ DEFAULT_RISK = 0.05
 EVEN_CHANCE = 0.5
 SMALL_CHANCE = 0.05
 """The chance of exceeding a limit below which a trial counts as sure to fit."""
-MOST_DOUBTFUL = 0.98
+MOST_DOUBTFUL = 0.999
 """A trial that exceeds a limit with a larger chance teaches too little to be worth its time."""
 
 
@@ -146,6 +146,8 @@ class EndedTrial:
     """When it showed that it exceeds a budget. None: it exceeded none."""
     first_step_s: float | None = None
     """From the launch to the end of its first step. None: unknown."""
+    has_result: bool = False
+    """Whether it ran to its end all the same: nothing enforces the budget that it exceeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +218,8 @@ class History:
             "at the end": whole_s,
         }
         this_s = min(expected_s[when], whole_s)
-        own = [trial.total_s for trial in self.ended if trial.exceeded == when]
+        failures = [trial for trial in self.ended if trial.exceeded == when]
+        own = [trial.total_s for trial in failures if not trial.has_result] or [trial.total_s for trial in failures]
         if not own:
             return this_s
         is_of_memory = when in ("in the step", "in a phase")

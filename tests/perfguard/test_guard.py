@@ -23,6 +23,7 @@ from perfguard.guard import Guard
 from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
+from perfguard.risk_budget import MOST_DOUBTFUL
 from perfguard.verdict import Verdict
 from perfguard.workload import CapturedTrial, Workload
 from tests.doubles import TOY_GPU
@@ -180,10 +181,10 @@ def test_a_doubtful_trial_is_launched_once_the_study_can_afford_its_failure(own_
     other = replace(WORKLOAD, inputs=(4, 8))
     doubtful = guard.decide(other, study="s")
     assert doubtful.verdict.action == "launch"
-    assert doubtful.verdict.accepted == 0.98
+    assert doubtful.verdict.accepted == MOST_DOUBTFUL
     assert not doubtful.verdict.is_overruled
     assert "(a failure would cost about 5.50 s of the 25.0 s that are left to lose)" in doubtful.verdict.reason
-    assert guard.preview(other, study="s").accepted == 0.98, "the others have 21 s left"
+    assert guard.preview(other, study="s").accepted == MOST_DOUBTFUL, "the others have 21 s left"
     assert guard.decide(other, study="new").verdict.action == "prune", "each study has its own account"
     guard.learn(doubtful, replace(MEASUREMENT, status="oom", total_time_s=24.0))
     again = guard.decide(replace(WORKLOAD, inputs=(5, 8)), study="s").verdict

@@ -90,7 +90,7 @@ def test_history_is_what_risk_is_accounted_by(store: MeasurementStore, graphs: l
         (LAUNCHED, {"device_id": "cpu"}),  # it took no time of the device
     ]
     for number, (verdict, changes) in enumerate(ended):
-        decision_id = record(store, number, verdict, graph=graphs[0], device=DEVICE)
+        decision_id = record(store, number, verdict, graph=graphs[number == 3], device=DEVICE)
         store.record_measurement(decision_id, replace(MEASUREMENT, **changes))
     for verdict in (PRUNED, LAUNCHED, doubtful):
         record(store, 20, verdict, device=DEVICE)
@@ -105,6 +105,9 @@ def test_history_is_what_risk_is_accounted_by(store: MeasurementStore, graphs: l
     assert running.chance == pytest.approx(doubtful.p_violation)
     assert running.shows == "in the step"
     assert 0 <= running.age_s < 60
+    for number in range(2):
+        store.record_measurement(record(store, 30 + number, LAUNCHED, graph=graphs[1], device=DEVICE), MEASUREMENT)
+    assert store.history("s").ended[3].exceeded is None, "one reading of three is above the limit, by chance"
 
 
 def test_prune_removes_all_that_only_its_rows_need(store: MeasurementStore, graphs: list[OpGraph]) -> None:

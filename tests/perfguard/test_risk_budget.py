@@ -15,7 +15,7 @@ from perfguard.risk_budget import EndedTrial, History, PredictedTimes, RiskBudge
 TRADES = [
     # r     S     L    A     f     T   accepted
     (0.05, 0.0, 0.0, 0.0, 10.0, 100.0, 0.5),  # 5 s left: half a failure
-    (0.05, 0.0, 0.0, 0.0, 2.0, 100.0, 0.98),  # two failures and a half
+    (0.05, 0.0, 0.0, 0.0, 2.0, 100.0, 0.999),  # two failures and a half
     (0.05, 900.0, 0.0, 0.0, 100.0, 100.0, 0.5),  # 50 s of 100 s
     (0.05, 1300.0, 0.0, 0.0, 100.0, 100.0, 0.7),
     (0.05, 1300.0, 15.0, 0.0, 100.0, 100.0, 0.55),
@@ -77,6 +77,9 @@ def test_times_come_from_the_trials_of_the_study_once_there_are_some() -> None:
     assert history.failure_s("by the pace", PREDICTED) == 29.0
     failed = History(ended=(*ended, EndedTrial(total_s=30.0, exceeded="in the step")))
     assert failed.trial_s(PREDICTED) == 200.0
+    soft = EndedTrial(total_s=300.0, exceeded="in the step", has_result=True)
+    assert History(ended=(*ended, soft)).failure_s("in the step", PREDICTED) == 300.0, "nothing enforces the budget"
+    assert History(ended=(*failed.ended, soft)).failure_s("in the step", PREDICTED) == 30.0
     assert failed.failure_s("in the step", PREDICTED) == 30.0
     assert failed.failure_s("by the pace", PREDICTED) == 29.0, "another kind of failure says nothing of it"
     slow = History(ended=(*ended, EndedTrial(total_s=30.0, exceeded="by the pace")))
