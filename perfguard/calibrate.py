@@ -24,7 +24,6 @@ from perfguard.learning import CALIBRATION
 from perfguard.measure import Measurement, Run
 from perfguard.measure.step import run_steps, step_of
 from perfguard.predictor import DEFAULT_PREDICTOR, Predictor
-from perfguard.verdict import EVEN_CHANCE
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ def calibrate(
         for number, params in enumerate(steps):
             if time.monotonic() > ends_at:
                 break
-            decision = guard.decide(
-                guard.describe(build, params), study=CALIBRATION, trial=number, params=params, threshold=EVEN_CHANCE
-            )
+            decision = guard.decide(guard.describe(build, params), study=CALIBRATION, trial=number, params=params)
             decided += 1
             if decision.verdict.action == "launch":
                 guard.learn(decision, measured_step(functools.partial(build, params), device))

@@ -40,13 +40,15 @@ from perfguard.exceptions import (
 )
 from perfguard.last_used import LastUsed
 from perfguard.learning import Assessment, Learner, start_tuning
+from perfguard.own_runs import judged_by
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused
 from perfguard.quantities import format_dollars, format_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
+from perfguard.risk_budget import DEFAULT_RISK, EVEN_CHANCE, MOST_DOUBTFUL, SMALL_CHANCE, PredictedTimes, check_risk, shows
 from perfguard.steps import Steps, steps_of_finished
-from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
+from perfguard.verdict import Action, Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, Workload, build_workload, did_you_mean
 
 if TYPE_CHECKING:
@@ -83,9 +85,9 @@ OnViolation = Literal["prune", "repair", "warn"]
 class Guard:
     """Decides before the launch, from calibrated predictions, and learns from measurements.
 
-    ``risk`` is the share of the launched trials that may exceed a limit. Unused risk carries over: a clearly feasible trial
-    leaves most of its share to a trial near the limit. A trial that exceeds a limit with a chance above 50% is not launched;
-    see :attr:`threshold`.
+    ``risk`` is the share of a study's device time that may be lost in launched trials that exceed a limit. A trial that more
+    likely fits than not is launched. One that more likely exceeds a limit is launched while what it would lose is within the
+    share; see :class:`perfguard.risk_budget.RiskBudget`. What physics rules out is never launched.
 
     A failure of the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` has the reason. A
     guard that is ``strict`` raises an :class:`UnguardedTrialError` instead.
@@ -114,8 +116,8 @@ class Guard:
         price_per_hour: dollars of an hour on the device, for ``cost_budget``.
         epochs: epochs of a trial, or the name of the hyperparameter that holds them. They count where the steps of an epoch are
             known, and those of the trial are not. None: unknown.
-        risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
-            the limit are lost. Near 1, none is lost, but some crash.
+        risk: the share of a study's device time that may be lost in launched trials that exceed a limit, in [0, 1). With 0, only
+            what fits with a chance of 95% is launched, so good trials near the limit are lost.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
             launched with a remedy that lets it fit, and pruned if there is none. With "warn", it is launched, and a
             :class:`BudgetWarning` gives the reason.
@@ -175,9 +177,6 @@ class Guard:
         if log in ("", True) or not isinstance(log, MeasurementStore | str | os.PathLike | bool | None):
             raise ConfigurationError(f"log must be a path or URL, a MeasurementStore, None (your own) or False, but got {log!r}.")
         self.log = log if isinstance(log, MeasurementStore) else MeasurementStore(":memory:" if log is False else log)
-        self.num_launched = 0
-        """Trials that were launched with a verdict."""
-        self._expected_violations = 0.0
         self._traces = TraceCache()
         self._real_steps: LastUsed[str, _RealStep] = LastUsed(1024, most_weight=100_000, weigh=_num_operators)
         """What captured steps really are, by their hash. A launched trial shows it."""
@@ -217,22 +216,9 @@ class Guard:
         return len(self._assessment.observations)
 
     @property
-    def threshold(self) -> float:
-        """The chance of breaking a limit up to which the next trial is launched.
-
-        Each trial adds ``risk`` to the risk budget, the next one too. The threshold is that budget less the chances accepted so
-        far. It is never below ``risk`` and never above one half.
-        """
-        left = self.risk * (self.num_launched + 1) - self._expected_violations
-        return max(self.risk, min(EVEN_CHANCE, left))
-
-    @property
-    def patient_threshold(self) -> float:
-        """The chance up to which a search that finds nothing sure may launch: ten times the risk, at most one half.
-
-        Otherwise a machine whose times scatter would end a study that has trials to run.
-        """
-        return max(self.risk, min(EVEN_CHANCE, 10 * self.risk))
+    def accepted(self) -> float:
+        """The chance of exceeding a limit up to which a trial is launched whatever is left to lose."""
+        return EVEN_CHANCE if self.risk else SMALL_CHANCE
 
     # --- Verdicts ---------------------------------------------------------------------------------------------------------------
 
@@ -327,7 +313,11 @@ class Guard:
                 other = self.predict(phase)
                 if other.peak_memory.median > prediction.peak_memory.median:
                     prediction, largest = prediction.with_memory_of(other), name
-            verdict = replace(Verdict.of(prediction, limits(prediction), accepted=threshold), phase=largest)
+            verdict = replace(
+                Verdict.of(prediction, limits(prediction), accepted=threshold),
+                phase=largest,
+                is_ruled_out=least.num_bytes > capacity_bytes,
+            )
             if verdict.action == "prune" or least.num_bytes <= capacity_bytes:
                 return verdict
         prediction = least.prediction(self.device, steps=steps)
@@ -355,13 +345,12 @@ class Guard:
         self._warn_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
-    def preview(self, workload: AnyWorkload, *, study: str = "", threshold: float | None = None) -> Verdict:
-        """The verdict of :meth:`check` at another threshold, without warnings of budgets that cannot be checked.
+    def preview(self, workload: AnyWorkload, *, study: str = "") -> Verdict:
+        """The verdict of :meth:`check` in a study, without warnings of budgets that cannot be checked.
 
         Args:
             workload: what the trial would run.
-            study: name of the study that would run it, whose own far readings are believed.
-            threshold: the accepted chance of breaking a limit, in (0, 1). None: what the risk budget has left.
+            study: name of the study that would run it. Its own far readings are believed, and its risk is spent.
 
         Raises:
             WorkloadError: if the workload cannot be traced.
@@ -369,10 +358,10 @@ class Guard:
         with self._lock:
             if study != self._study:
                 self._learn_from_log(study)
-            return self._settle(self._judge(workload, threshold=threshold), workload)[0]
+            return self._settle(self._judge(workload), workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
-        """The largest batch that holds all limits with the chance 1 - risk, while the next one does not. 0: not even one does.
+        """The largest batch that holds all limits with a chance of 95%, while the next one does not. 0: not even one does.
 
         Args:
             model: as for :meth:`check`. The batch is the first dimension that all inputs and targets share.
@@ -386,11 +375,14 @@ class Guard:
         return largest_batch(self._fits, as_workload(model, inputs, **fields), at_most=at_most)
 
     def _fits(self, workload: Workload, *, most_bytes: float = math.inf) -> bool:
-        verdict = self._judge(workload, threshold=self.risk)
+        verdict = self._judge(workload, threshold=SMALL_CHANCE)
         return verdict.action == "launch" and verdict.predicted["memory"].median <= most_bytes
 
     def _judge(self, workload: AnyWorkload, graph: OpGraph | None = None, *, threshold: float | None = None) -> Verdict:
-        """The verdict on ``workload`` as it is proposed. ``threshold`` of None: what the risk budget has left."""
+        """The verdict on ``workload`` as it is proposed, by its earlier runs and its prediction.
+
+        A ``threshold`` of None is :attr:`accepted`. With another one, earlier runs do not count.
+        """
         steps, per_epoch = workload.steps and Steps(workload.steps), workload.steps_per_epoch
         is_limited = self.budget.longest_trial_s is not None
         if is_limited and not steps:
@@ -404,7 +396,7 @@ class Guard:
             verdict = self.judge(
                 subject,
                 self._limits_of(workload),
-                threshold=self.threshold if threshold is None else threshold,
+                threshold=self.accepted if threshold is None else threshold,
                 steps=steps and steps.number,
                 steps_log_sigma=steps.log_sigma if steps else 0.0,
                 phases=workload.phases if isinstance(workload, CapturedTrial) else {},
@@ -414,6 +406,9 @@ class Guard:
         if verdict.worst is not None and verdict.worst.quantity == "host_memory":
             remarks.append(str(getattr(workload, "host_memory", "")))
         verdict = replace(verdict, remark="; ".join(filter(None, remarks)))
+        if threshold is None and verdict.action == "prune" and not isinstance(subject, LeastMemory):
+            runs = self._assessment.runs_of.get(subject.content_hash, ())
+            verdict = judged_by(verdict, runs, steps=steps and steps.number)
         if is_limited and per_epoch:  # from which later trials know what an epoch was
             epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
             verdict = replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
@@ -435,8 +430,25 @@ class Guard:
             host_memory=workload.host_memory if isinstance(workload, CapturedTrial) else None,
         )
 
+    def _at_risk(self, verdict: Verdict) -> Verdict:
+        """Launch a doubtful trial if the study can afford its failure. The verdict says the trade either way."""
+        doubtful = [limit for limit in verdict.limits if limit.p_violation > EVEN_CHANCE]
+        if verdict.is_ruled_out or not self.risk or not doubtful or verdict.p_violation > MOST_DOUBTFUL:
+            return verdict
+        history, predicted = self.log.history(self._study), PredictedTimes.of(verdict)
+        failure_s = max(history.failure_s(shows(limit.quantity, phase=verdict.phase), predicted) for limit in doubtful)
+        trial_s = history.trial_s(predicted)
+        budget = history.budget(self.risk, predicted)
+        accepted = budget.accepted(failure_s=failure_s, trial_s=trial_s)
+        action: Action = "launch" if verdict.p_violation <= accepted else "prune"
+        grounds = budget.trade(failure_s=failure_s, trial_s=trial_s)
+        return replace(verdict, action=action, accepted=accepted, grounds=grounds)
+
     def _settle(self, verdict: Verdict, workload: AnyWorkload, ran_out: Decision | None = None) -> tuple[Verdict, AnyWorkload]:
-        """The verdict and the workload after ``on_violation`` is applied, or after a first try ``ran_out`` of memory."""
+        """The verdict and the workload after ``on_violation`` is applied, or after a first try ``ran_out`` of memory.
+
+        A trial that can be repaired is not launched at the risk of a failure.
+        """
         fits, tried = self._fits, ""
         if ran_out is not None:
             # The guard was wrong about the trial, and may not believe the reading. So a quarter less than what ran out must be
@@ -444,11 +456,15 @@ class Guard:
             before, capacity_bytes = ran_out.verdict.predicted.get("memory"), self.budget.capacity_bytes(self.device)
             fits = partial(fits, most_bytes=0.75 * min(capacity_bytes, before.median if before else capacity_bytes))
             tried = f"its first try ({ran_out.verdict.repair}) ran out of memory"
-        elif verdict.action == "launch" or self.on_violation == "prune":
+        elif verdict.action == "launch":
             return verdict, workload
+        elif self.on_violation == "prune":
+            return self._at_risk(verdict), workload
         elif self.on_violation == "warn":
             return self._overrule(verdict), workload
         found = find_repair(fits, workload, self.remedies, self.device) if isinstance(workload, Workload) else None
+        if found is None and ran_out is None and (at_risk := self._at_risk(verdict)).action == "launch":
+            return at_risk, workload
         if found is None:
             why = f"no remedy of {', '.join(self.remedies)} helps"
             if isinstance(workload, CapturedTrial):
@@ -456,7 +472,7 @@ class Guard:
             return replace(verdict, action="prune", remark="; ".join(filter(None, (verdict.remark, why)))), workload
         repair, repaired = found
         with checkpointing(repaired.model, on=repair.checkpointing):
-            after = self._judge(repaired, threshold=self.risk)
+            after = self._judge(repaired, threshold=SMALL_CHANCE)
         remark = "; ".join(filter(None, (after.remark, tried)))
         return replace(after, action="repair", repair=repair, as_proposed=verdict.worst, remark=remark), repaired
 
@@ -491,7 +507,7 @@ class Guard:
         trial: int | None = None,
         params: Mapping[str, Any] | None = None,
         trial_id: str | None = None,
-        threshold: float | None = None,
+        grounds: str = "",
         ran_out: Decision | None = None,
     ) -> Decision:
         """Trace, judge and log one proposed trial.
@@ -504,7 +520,7 @@ class Guard:
             trial: number of the trial in the study. It is for the log alone.
             params: the trial's hyperparameters, for the log.
             trial_id: the tuner's own name of the trial, for the log. None: it has only a number.
-            threshold: the chance of breaking a limit to accept. None: what the risk budget has left, :attr:`threshold`.
+            grounds: why the trial is launched whatever is predicted, unless physics rules it out. Empty: it is not.
             ran_out: the decision on the trial's first try, which ran out of memory all the same. The verdict is then "repair", or
                 else "prune", which is not logged.
 
@@ -516,8 +532,8 @@ class Guard:
         unchecked: Mapping[str, str] = {}
         try:
             if isinstance(workload, TooLargeError):  # a tensor that it makes is larger than any memory
-                least, accepted = LeastMemory.behind(workload, self.device), self.threshold if threshold is None else threshold
-                verdict = self.judge(least, self._limits_of(None), threshold=accepted)
+                least = LeastMemory.behind(workload, self.device)
+                verdict = self.judge(least, self._limits_of(None), threshold=self.accepted)
                 if self.on_violation == "warn":
                     verdict = self._overrule(verdict)
             elif isinstance(workload, Exception):
@@ -531,12 +547,13 @@ class Guard:
                 if not isinstance(workload, Exception):
                     if study != self._study:  # another study's far readings are believed under other conditions
                         self._learn_from_log(study)
-                    verdict = self._judge(workload, graph, threshold=threshold)
+                    verdict = self._judge(workload, graph)
                     unchecked = self._unchecked(workload, verdict)
                     verdict, workload = self._settle(verdict, workload, ran_out)
-                if verdict.action != "prune":
-                    self.num_launched += 1
-                    self._expected_violations += verdict.p_violation
+                    if grounds and verdict.action == "prune" and not verdict.is_ruled_out:
+                        verdict = replace(verdict, action="launch", grounds=grounds)
+                if verdict.action == "launch" and verdict.accepted > EVEN_CHANCE:  # what it may lose, no other may
+                    return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
             if isinstance(workload, Workload) and verdict.action == "repair":
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
@@ -584,7 +601,7 @@ class Guard:
         is_over, total = run.elapsed_s > limit_s, None
         if not is_over and decision.steps is not None and (pace := run.pace) is not None:
             total = pace.total_time(elapsed_s=run.elapsed_s, steps_left=max(0, decision.steps - run.num_steps))
-        if not is_over and (total is None or total.p_exceeds(limit_s) < 1 - self.risk):
+        if not is_over and (total is None or total.p_exceeds(limit_s) < 1 - SMALL_CHANCE):
             return None
         if run.is_elsewhere:  # asks the device, which would be most of the cost of a step's check
             return None

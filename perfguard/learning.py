@@ -3,7 +3,8 @@
 A run ends, its measurement goes into the log, and every guard that reads the log comes to the same result from it:
 
 1. :func:`why_impossible` refuses readings that physics excludes. They are never learnt.
-2. :func:`far_readings` holds back readings that are far from their predictions until others agree with them.
+2. :func:`far_readings` holds back readings that are far from their predictions until others agree with them, and
+   :func:`outlying_readings` those that disagree with other readings of the same step.
 3. :func:`interval_widening` widens or narrows intervals until they hold.
 4. The predictor is conditioned on what is left (:class:`Learner`).
 5. From time to time :func:`tune_weights` fine-tunes the predictor's weights, and keeps them if they are better on held-out runs.
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
 from perfguard.measure import NOT_A_NUMBER
+from perfguard.own_runs import by_graph
 from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
@@ -55,6 +57,11 @@ CALIBRATION = "perfguard calibrate"
 """Name of the study of this command. Its steps are PerfGuard's own, so a far reading of them is the machine's."""
 
 
+PROCESS_GROWTH_BYTES = 8 * 2**20
+"""What the resident set of a process grows by in a trial beside its tensors: allocator, kernels, Python. It is 3 to 9 MiB for
+eight tiny networks that Ray ran in processes of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Doubt:
     """A reading that is not learnt."""
@@ -77,6 +84,9 @@ class Assessment:
     """The factor on the standard deviation of the next prediction, by target."""
     misfits: tuple[Doubt, ...] = ()
     """The run of each target up to which no width of the interval is enough: the predictor does not fit what runs there."""
+    runs_of: Mapping[str, Sequence[Observation]] = field(default_factory=dict)
+    """The runs of each graph, by its content hash: those of the study with all readings that are possible, and the others with
+    those that are believed."""
 
 
 def assess(observations: Sequence[Observation], *, study: str = "", predictor: str = "") -> Assessment:
@@ -99,7 +109,9 @@ def assess(observations: Sequence[Observation], *, study: str = "", predictor: s
         impossible = {i: reason for i, run in enumerate(observations) if (reason := why_impossible(run, target)) is not None}
         # On a CPU an honest run that reuses memory reads too little, too, so its neighbours are believed.
         beside = _beside_impossible(observations, impossible) if target == "time" and impossible else {}
-        refused[target] = impossible | beside | far_readings(observations, target, {*impossible, *beside}, study=study)
+        excluded = {*impossible, *beside}
+        far = far_readings(observations, target, excluded, study=study)
+        refused[target] = impossible | beside | outlying_readings(observations, target, excluded) | far
         judged = [
             i
             for i, run in enumerate(observations)
@@ -273,6 +285,34 @@ def far_readings(observations: Sequence[Observation], target: Target, excluded: 
     return reasons
 
 
+def outlying_readings(observations: Sequence[Observation], target: Target, excluded: Iterable[int]) -> dict[int, str]:
+    """Return the readings that disagree with at least three others of the same step, which agree: their indices, and why.
+
+    Another program may have shared the machine, or the process has kept what it no longer needed. Let m be the median of the
+    others' logarithms, and s their standard deviation from the median distance to m, at least 1%. A reading is outlying if it is
+    more than 5 s and more than a tenth away from m, until another reading is like it, within a tenth.
+    """
+    left_out = {*excluded}
+    read: defaultdict[Hashable, dict[int, float]] = defaultdict(dict)
+    for i, run in enumerate(observations):
+        value = run.measured(target)
+        if i not in left_out and run.measurement.status == "ok" and value is not None:
+            read[run.graph.content_hash, run.device.id][i] = math.log(value)
+    found: dict[int, str] = {}
+    for of_step in read.values():
+        for i, value in of_step.items():
+            others = [other for j, other in of_step.items() if j != i]
+            if len(others) < 3:
+                continue
+            middle = statistics.median(others)
+            scatter = max(0.01, SIGMA_OF_MAD * statistics.median(abs(other - middle) for other in others))
+            is_repeated = any(abs(other - value) <= math.log(1.1) for other in others)
+            if abs(value - middle) > max(math.log(1.1), 5 * scatter) and not is_repeated:
+                factor = math.exp(value - middle)
+                found[i] = f"it is {factor:.2f} times the median of {len(others)} other readings of the same step, which agree"
+    return found
+
+
 def _far_off(run: Observation, target: Target) -> str:
     written = format_bytes if target == "memory" else format_seconds
     value = run.measured(target)
@@ -317,6 +357,10 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
     (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
     whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch: many
     runs that were launched at once do not each widen for one miss.
+
+    On a CPU, a process grows by some MiB that no layer explains. This is a sum and no factor. So half an interval of h counts as
+    the root of h^2 + a^2, where a = log(1 + growth / predicted), and the run moves the width by the part h^2 / (h^2 + a^2) of a
+    step. A tiny network says nothing of the factor by which a large one may be off.
     """
     gamma = 0.4  # a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many
     narrowest, widest = math.log(0.25), math.log(30.0)
@@ -328,12 +372,15 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
             continue
         error = math.log(value / estimate.median)
         shipped_sigma = estimate.log_sigma / run.widening.get(target, 1.0)
-        half = HALF_INTERVAL * widened_log_sigma(shipped_sigma, math.exp(log_width))
+        own_half = HALF_INTERVAL * widened_log_sigma(shipped_sigma, math.exp(log_width))
+        is_resident_set = target == "memory" and run.device.kind == "cpu"
+        half = math.hypot(own_half, math.log1p(PROCESS_GROWTH_BYTES / estimate.median) if is_resident_set else 0.0)
+        weight = (own_half / half) ** 2
         if run.measurement.status != "ok":  # out of memory: more was needed than was read
             if target == "memory" and error > half:
-                log_width = min(log_width + gamma * COVERAGE, widest)
+                log_width = min(log_width + gamma * weight * COVERAGE, widest)
             continue
-        log_width += gamma * ((abs(error) > half) - (1 - COVERAGE))
+        log_width += gamma * weight * ((abs(error) > half) - (1 - COVERAGE))
         log_width = min(max(log_width, narrowest), widest)
         residuals[_step_type(run)].append(error)
         # No end of an interval moves by more than a factor of ten. Where that is not enough, and readings of one type of step
@@ -354,6 +401,13 @@ def _scatter(groups: Iterable[Sequence[float]]) -> float:
 # --- The predictor follows the log ----------------------------------------------------------------------------------------------
 
 
+def _ran(read: Sequence[Observation], believed: Sequence[Observation], *, study: str) -> Iterator[Observation]:
+    """Yield what each run shows of its own configuration. A study's readings that are far from predictions show it, too."""
+    for run, as_believed in zip(read, believed, strict=True):
+        is_own = run.study == study
+        yield run if is_own and not any(why_impossible(run, target) for target in TARGETS) else as_believed
+
+
 class Learner:
     """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it."""
 
@@ -365,9 +419,10 @@ class Learner:
     def update(self, device: Device, *, study: str = "") -> Assessment:
         """Condition the predictor on the runs of ``device`` as ``study`` may learn from them, and return their assessment."""
         self._take_promoted()
-        assessment = assess(self._log.observations(device), study=study, predictor=self._predictor.name)
+        read = self._log.observations(device)
+        assessment = assess(read, study=study, predictor=self._predictor.name)
         self._predictor.fine_tune(assessment.observations)
-        return assessment
+        return replace(assessment, runs_of=by_graph(_ran(read, assessment.observations, study=study)))
 
     def _take_promoted(self) -> None:
         """Use the weights that are promoted in the log, if they are others now."""

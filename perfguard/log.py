@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import threading
 import time
 import uuid
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfG
 from perfguard.log_database import Database, default_location, leave, parse_url, reason_of, unusable
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation
+from perfguard.risk_budget import EVEN_CHANCE, History
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -289,6 +292,30 @@ class MeasurementStore:
             except _DAMAGED as error:
                 self._warn(error)
         return found
+
+    def history(self, study: str) -> History:
+        """The launched trials of a study, of all processes that share the log. They are what its risk is accounted by.
+
+        Trials that ran on another device than the guarded one took none of its time.
+        """
+        query = Selection(study=study).query(MeasurementRow, DecisionRow, DeviceRow.device_id)
+        is_doubtful = sql.and_(DecisionRow.verdict != "prune", DecisionRow.accepted > EVEN_CHANCE)  # type: ignore[attr-defined]
+        rows = self._read(query.where(sql.or_(MeasurementRow.decision_id.is_not(None), is_doubtful)))
+        read: defaultdict[str | None, list[int]] = defaultdict(list)
+        for run, decision, _ in rows:
+            if run is not None and run.status == "ok" and run.peak_memory_bytes and decision.graph_hash:
+                read[decision.graph_hash].append(run.peak_memory_bytes)
+        usual = {graph_hash: statistics.median(readings) for graph_hash, readings in read.items() if len(readings) >= 3}
+        ended, running, now_ns = [], [], time.time_ns()
+        for run, decision, device_id in rows:
+            try:
+                if run is not None and device_id in (None, run.device_id):
+                    ended.append(tables.ended_trial_of(run, decision, usual_bytes=usual.get(decision.graph_hash)))
+                elif run is None and (trial := tables.running_trial_of(decision, now_ns=now_ns)) is not None:
+                    running.append(trial)
+            except _DAMAGED as error:
+                self._warn(error)
+        return History(ended=tuple(ended), running=tuple(running))
 
     def device_ids(self) -> list[str]:
         """The devices that runs were measured on."""

@@ -25,9 +25,10 @@ from sqlalchemy import BigInteger, Double, Index, LargeBinary, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
-from perfguard.measure import NOT_A_NUMBER, Measurement
+from perfguard.measure import CUT_SHORT, NOT_A_NUMBER, TOO_SLOW, Measurement
 from perfguard.predictor import Observation, Target
-from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, numbers_in, verdict_from
+from perfguard.record import QUANTITIES, VERDICT_COLUMNS, TrialRecord, breaks, columns_of, measured_by, numbers_in, verdict_from
+from perfguard.risk_budget import EndedTrial, RunningTrial, shows
 
 if TYPE_CHECKING:
     from perfguard.budget import Quantity
@@ -259,6 +260,40 @@ def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, d
         recorded_at_ns=run.recorded_at_ns,
         study=decision.study,
         steps_per_epoch=epoch_time.median / step_time.median if step_time and epoch_time else None,
+    )
+
+
+def ended_trial_of(run: MeasurementRow, decision: DecisionRow, *, usual_bytes: float | None) -> EndedTrial:
+    """Return what the account of risk needs of a launched trial that has ended on the guarded device.
+
+    ``usual_bytes`` is the median of three or more readings of its step, which counts instead of its own. None: there are fewer.
+    """
+    predicted, limits = numbers_in(_columns_in(decision))
+    measurement = measurement_of(run)
+    measured = measured_by(measurement, predicted)
+    if usual_bytes is not None:
+        measured["memory"] = usual_bytes
+    most = {limit.quantity: limit.limit for limit in limits}
+    exceeded = [name for name in QUANTITIES if breaks(name, measurement.status, measured, most.get(name))]
+    if TOO_SLOW in measurement.note:
+        exceeded = ["time"]
+    return EndedTrial(
+        total_s=measurement.total_time_s if math.isfinite(measurement.total_time_s) else 0.0,
+        exceeded=shows(exceeded[0], phase=decision.phase or "") if exceeded else None,  # type: ignore[attr-defined]
+        first_step_s=measurement.first_step_s,
+        has_result=measurement.status == "ok" and CUT_SHORT not in measurement.note,
+    )
+
+
+def running_trial_of(decision: DecisionRow, *, now_ns: int) -> RunningTrial | None:
+    """Return a doubtful trial that was launched and has not ended. None: there was no limit that decided."""
+    verdict = verdict_from(_columns_in(decision))
+    if verdict is None or verdict.worst is None:
+        return None
+    return RunningTrial(
+        chance=verdict.p_violation,
+        shows=shows(verdict.worst.quantity, phase=verdict.phase),
+        age_s=1e-9 * (now_ns - decision.created_at_ns),
     )
 
 

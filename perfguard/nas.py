@@ -17,7 +17,8 @@ from perfguard.guard import Guard
 from perfguard.physics import LeastMemory
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, graph_of, most_energy
 from perfguard.quantities import parse_bytes
-from perfguard.verdict import EVEN_CHANCE, Verdict
+from perfguard.risk_budget import EVEN_CHANCE
+from perfguard.verdict import Verdict, check_chance
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -92,11 +93,11 @@ class LatencyConstraint:
             memory_budget=None if max_memory is None else parse_bytes(max_memory, what="max_memory"),
             latency_budget=None if latency_ms is None else 1e-3 * latency_ms,
             energy_budget=energy_j,
-            risk=risk,
             predictor=predictor,
             log=False,
         )
         self.inputs = inputs
+        self.risk = check_chance(risk, what="risk")
 
     def __call__(self, model: Network) -> Verdict:
         """ "launch" if ``model`` keeps all limits with enough certainty, else "prune", with the numbers and a sentence.
@@ -109,7 +110,7 @@ class LatencyConstraint:
             graph = self.graph_of(model)
         except TooLargeError as error:  # which is a verdict, too
             graph = LeastMemory.behind(error, self.guard.device)
-        return self.guard.judge(graph, self._limits_of, threshold=self.guard.risk)
+        return self.guard.judge(graph, self._limits_of, threshold=self.risk)
 
     def _limits_of(self, prediction: Prediction) -> Iterable[Limit]:
         if "energy" in self.guard.budget.most:

@@ -13,6 +13,8 @@ from perfguard.predictor import Estimate
 _WARM_UP_STEPS = 5
 _BLOCKS = 10
 _STEPS_A_BLOCK = 2
+LEAST_STEPS = _WARM_UP_STEPS + _BLOCKS * _STEPS_A_BLOCK
+"""Steps until a pace is known: one slow step proves nothing."""
 _STUDENT = 1.11
 """0.95 quantile of Student's t with nine degrees of freedom over that of the normal distribution."""
 _LEAST_LOG_SIGMA = 0.01
@@ -38,7 +40,7 @@ class Pace:
             None while fewer than 25 steps are done: one slow step proves nothing.
         """
         warm = step_durations_s[_WARM_UP_STEPS:]
-        if len(warm) < _BLOCKS * _STEPS_A_BLOCK:
+        if len(step_durations_s) < LEAST_STEPS:
             return None
         size = len(warm) // _BLOCKS
         recent = warm[len(warm) - size * _BLOCKS :]

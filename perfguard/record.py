@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from perfguard.budget import Limit, Quantity
 from perfguard.predictor import HALF_INTERVAL, Estimate
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.risk_budget import EVEN_CHANCE
 from perfguard.verdict import Action, Verdict
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def column(quantity: Quantity, number: str) -> str:
 
 
 _COLUMNS = {quantity: tuple(column(quantity, number) for number in _NUMBERS) for quantity in QUANTITIES}
-_TEXTS = ("source", "phase", "bound", "remark", "unjudged")
+_TEXTS = ("source", "phase", "bound", "grounds", "remark", "unjudged")
 """The texts of a verdict, which have the names of its fields."""
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("verdict", "repair", "predictor", *_TEXTS), str),
@@ -90,7 +91,7 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
         action=action,
         predicted=predicted,
         limits=limits,
-        accepted=columns.get("accepted") or 0.5,
+        accepted=columns.get("accepted") or EVEN_CHANCE,
         repair=Repair(**repair),
         as_proposed=proposed[0] if proposed else None,
         **texts,
@@ -133,6 +134,13 @@ def measured_by(measurement: Measurement, predicted: Mapping[Quantity, Estimate]
 
 RAN_OUT: Mapping[Quantity, str] = {"memory": "oom", "time": "timeout"}
 """The status of a run that ended because it had no more of a quantity."""
+
+
+def breaks(quantity: Quantity, status: Status | None, measured: Mapping[Quantity, float], limit: float | None) -> bool:
+    """Return whether a run that ended with ``status`` broke its ``limit`` of ``quantity``, or ran out of it."""
+    return status == RAN_OUT.get(quantity, "-") or (limit is not None and measured.get(quantity, 0.0) > limit)
+
+
 _IN_WORDS = {"launch": "launched", "repair": "repaired", "prune": "pruned"}
 
 
@@ -241,10 +249,7 @@ class TrialRecord:
 
     def breaks(self, quantity: Quantity) -> bool:
         """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
-        if self.not_measured:
-            return False
-        limit = self.limits.get(quantity)
-        return self.status == RAN_OUT.get(quantity, "-") or (limit is not None and self.measured.get(quantity, 0.0) > limit)
+        return not self.not_measured and breaks(quantity, self.status, self.measured, self.limits.get(quantity))
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""

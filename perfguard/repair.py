@@ -149,7 +149,11 @@ def _apply(
 
 
 def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Repair) -> tuple[Repair, Workload] | None:
-    """The largest divisor of the batch that fits."""
+    """The largest divisor of the batch that fits.
+
+    It is sought with two passes, because from the second pass on each needs the same memory. A prediction for all passes may say
+    otherwise, so the next smaller divisors are tried then.
+    """
     if workload.mode == "infer" or workload.step is not None:
         return None
     try:
@@ -163,20 +167,18 @@ def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Re
 
     most = _MOST_PASSES // workload.accumulation
     sizes = [batch // passes for passes in range(most, 1, -1) if batch % passes == 0]
-    best = None
-    while sizes:
-        middle = len(sizes) // 2
-        if _can_run(fits, micro(sizes[middle], most_passes=2)):  # from the second pass on each needs the same memory
-            best = sizes[middle]
-            sizes = sizes[middle + 1 :]
+    num_fitting, num_sizes = 0, len(sizes)
+    while num_fitting < num_sizes:
+        middle = (num_fitting + num_sizes) // 2
+        if _can_run(fits, micro(sizes[middle], most_passes=2)):
+            num_fitting = middle + 1
         else:
-            sizes = sizes[:middle]
-    if best is None:
-        return None
-    repaired = micro(best)
-    if not fits(repaired):
-        return None
-    return replace(repair, micro_batch_size=best, accumulation=repaired.accumulation), repaired
+            num_sizes = middle
+    for size in reversed(sizes[:num_fitting]):
+        repaired = micro(size)
+        if fits(repaired):
+            return replace(repair, micro_batch_size=size, accumulation=repaired.accumulation), repaired
+    return None
 
 
 def _can_run(fits: Callable[[Workload], bool], workload: Workload) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.risk_budget import EVEN_CHANCE
 
 if TYPE_CHECKING:
     from perfguard.budget import Limit, Quantity
@@ -27,9 +28,6 @@ Source = Literal[
     "captured at the first forward pass, not sealed",
     "described",
 ]
-EVEN_CHANCE = 0.5
-DEFAULT_RISK = 0.05
-"""The share of the launched trials that may break a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +39,14 @@ class Verdict:
     """Memory in bytes, times in seconds, energy in joules. Empty: PerfGuard could not predict, so the trial is unguarded."""
     limits: tuple[Limit, ...] = ()
     """Each budget beside the estimate that was compared with it."""
-    accepted: float = DEFAULT_RISK
+    accepted: float = EVEN_CHANCE
     """The chance of breaking a limit that was accepted, in (0, 1)."""
+    grounds: str = ""
+    """Why a chance above one half was accepted, or was not, in words. Empty: nothing but the numbers decided."""
     bound: str = ""
     """The lower bound of the memory in words, if this bound alone decided. The estimates then follow from it."""
+    is_ruled_out: bool = field(default=False, compare=False)
+    """Whether the trial cannot fit, whatever is predicted. A verdict that was read from a log does not know it."""
     repair: Repair = AS_PROPOSED
     """Changes that the trial has to apply, if ``action`` is "repair". The estimates are the repaired trial's."""
     as_proposed: Limit | None = None
@@ -79,21 +81,36 @@ class Verdict:
         }
         known |= {limit.quantity: limit.estimate for limit in limits}
         predicted = {quantity: estimate for quantity, estimate in known.items() if estimate is not None}
-        breaks = bool(bound) or any(limit.margin(accepted) > 0 for limit in limits)
-        action: Action = "prune" if breaks else "launch"
-        return cls(action=action, predicted=predicted, limits=limits, accepted=accepted, bound=bound, prediction=prediction)
+        is_broken = bool(bound) or any(limit.margin(accepted) > 0 for limit in limits)
+        return cls(
+            action="prune" if is_broken else "launch",
+            predicted=predicted,
+            limits=limits,
+            accepted=accepted,
+            bound=bound,
+            is_ruled_out=bool(bound),
+            prediction=prediction,
+        )
 
     @property
     def margins(self) -> Mapping[Quantity, float]:
-        """Distance from feasibility for each limit, as a logarithm. Positive: it does not hold with the required chance."""
-        return {limit.quantity: limit.margin(self.accepted) for limit in self.limits}
+        """Distance from feasibility for each limit, as a logarithm. Positive: it does not hold with the required chance.
+
+        A chance above one half that was accepted all the same makes no limit hold: its margin is that of one half, which is
+        log(predicted median / limit).
+        """
+        return {limit.quantity: limit.margin(self._required) for limit in self.limits}
+
+    @property
+    def _required(self) -> float:
+        return min(self.accepted, EVEN_CHANCE)
 
     @property
     def worst(self) -> Limit | None:
         """The limit that is nearest to be broken, or broken by most: the reason of the verdict. None: there is no limit."""
         if self.bound:  # the bound is one of memory, whatever else may be broken
             return next((limit for limit in self.limits if limit.quantity == "memory"), None)
-        return max(self.limits, key=lambda limit: limit.margin(self.accepted), default=None)
+        return max(self.limits, key=lambda limit: limit.margin(self._required), default=None)
 
     @property
     def p_violation(self) -> float:
@@ -108,7 +125,7 @@ class Verdict:
     @property
     def is_overruled(self) -> bool:
         """Whether the trial is launched although it would break a limit (``on_violation="warn"``)."""
-        return self.action == "launch" and any(margin > 0 for margin in self.margins.values())
+        return self.action == "launch" and not self.grounds and any(limit.margin(self.accepted) > 0 for limit in self.limits)
 
     @property
     def reason(self) -> str:
@@ -122,7 +139,7 @@ class Verdict:
             words = f"needs {self.bound}, the budget is {worst.format(worst.limit)}"
         else:
             chance = chance_in_words(worst.p_violation)
-            words = f"{worst.sentence}, exceeded with a chance of {chance} ({self.accepted:.1%} accepted)"
+            words = f"{worst.sentence}, exceeded with a chance of {chance} ({self.grounds or f'{self.accepted:.1%} accepted'})"
         if self.as_proposed is not None:
             words = f"{self.as_proposed.sentence}; with {self.repair} it {words}"
         if self.is_overruled:
@@ -151,12 +168,12 @@ def chance_in_words(chance: float) -> str:
     return "under 0.1%" if chance < 0.001 else f"{chance:.1%}"
 
 
-def check_risk(risk: float) -> float:
-    """Return ``risk``, a share in (0, 1).
+def check_chance(chance: float, *, what: str) -> float:
+    """Return ``chance``, a probability in (0, 1).
 
     Raises:
-        ConfigurationError: if it is none.
+        ConfigurationError: if it is none. The message calls it ``what``.
     """
-    if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
-        raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.05, but got {risk!r}.")
-    return float(risk)
+    if isinstance(chance, bool) or not isinstance(chance, (int, float)) or not 0 < chance < 1:
+        raise ConfigurationError(f"{what} must lie in (0, 1), for instance 0.05, but got {chance!r}.")
+    return float(chance)

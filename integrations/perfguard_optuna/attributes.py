@@ -12,8 +12,8 @@ Beside these there are:
     perfguard:proposed_for     of a proposal that a PerfGuardSampler rejected: the trial that it searched for
     perfguard:device_id, perfguard:device_name, perfguard:capacity_bytes      the guarded device, and its memory
 
-Each limit also has a constraint, for instance "perfguard:memory". It is the logarithm of (upper predicted bound / limit), and
-positive where the trial does not fit.
+Each limit also has a constraint, for instance "perfguard:memory". It is the logarithm of (predicted / limit), of (measured
+/ limit) after a run that ended well, and positive where the trial does not fit.
 """
 
 from __future__ import annotations

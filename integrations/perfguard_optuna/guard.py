@@ -29,7 +29,7 @@ from perfguard.exceptions import (
 from perfguard.guard import Guard, as_workload
 from perfguard.last_used import LastUsed
 from perfguard.leftovers import free_memory
-from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
+from perfguard.measure import CUT_SHORT, TOO_SLOW, Measurement, Run, Status, status_of
 from perfguard.quantities import parse_seconds
 from perfguard.record import column, columns_of, measured_by, verdict_from
 from perfguard.rejections import Search
@@ -293,6 +293,8 @@ class KnownTrial:
     """The measurement, while the trial runs."""
     is_over: bool = False
     """Whether it was measured, or reported as unguarded. It is not judged again."""
+    is_too_slow: bool = False
+    """Whether its pace has shown that it will exceed its time budget."""
     repair_was_read: bool = False
     real_step: RealStep | None = None
     """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
@@ -399,13 +401,13 @@ class KnownTrial:
                 return None
             self._warn_of_slips(params)
         search, key = self.owner.search_of(self.study), self.guard.key_of(found, params.used)
-        rejection = search.recall(key, self.guard)
+        rejection = search.recall(key)
         if rejection is not None:
             name, number = self.study.study_name, self.trial.number
             decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
             return self._keep(decision, params.used)
-        decision = self.decide(params, found)
-        search.remember(key, decision.verdict)
+        decision = self.decide(params, found, grounds=search.grounds(key))
+        search.remember(key, decision.verdict, params=self.trial.params)
         if isinstance(found, CapturedTrial) and decision.verdict.action != "prune":
             self.real_step = self.guard.watch(found)
         return decision
@@ -420,8 +422,10 @@ class KnownTrial:
                     about=name,
                 )
 
-    def decide(self, params: WatchedParams, found: AnyWorkload | Exception) -> Decision:
+    def decide(self, params: WatchedParams, found: AnyWorkload | Exception, *, grounds: str = "") -> Decision:
         """Decide on what the trial would run, and write the verdict into it. ``params`` are those that were read for it.
+
+        ``grounds`` are those of :meth:`perfguard.Guard.decide`.
 
         Raises:
             UnguardedTrialError: if that cannot be judged, and the guard is strict.
@@ -432,7 +436,7 @@ class KnownTrial:
                 study=self.study.study_name,
                 trial=self.trial.number,
                 params=params.given,
-                threshold=self.owner.search_of(self.study).threshold(self.guard),
+                grounds=grounds,
             )
         except UnguardedTrialError as error:
             self._write_unjudged(str(error))
@@ -442,7 +446,7 @@ class KnownTrial:
     def _keep(self, decision: Decision, used: Mapping[str, Any]) -> Decision:
         verdict = decision.verdict
         self.decision, self.params, self.error, self.missing = decision, used, None, ()
-        self.owner.search_of(self.study).count(verdict, self.guard)
+        self.owner.search_of(self.study).count(verdict)
         attributes = attributes_of(verdict, self.owner.device) | {"decision_id": decision.id}
         self._write(attributes, verdict.margins)
         return decision
@@ -529,6 +533,7 @@ class KnownTrial:
             return None
         reason = self.guard.breaks_time_budget(self.decision, self.run)
         if reason is not None:
+            self.is_too_slow = True
             self._write({"stopped": reason}, self._margins_over("time"))
         return reason
 
@@ -589,6 +594,8 @@ class KnownTrial:
     def end(self, how: _HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None) -> Measurement | None:
         """End the measuring of the trial, and learn from it."""
         was_cut_off = at_last_step or how.note == CUT_SHORT
+        if self.is_too_slow and how.note == CUT_SHORT:
+            how = how._replace(note=TOO_SLOW)
         run, decision, self.run, self.is_over = self.run, self.decision, None, True
         real_step, self.real_step = self.real_step, None
         if real_step is not None:
@@ -611,6 +618,8 @@ class KnownTrial:
         else:
             measured = measured_by(measurement, decision.verdict.predicted)
             attributes |= {column(quantity, "measured"): value for quantity, value in measured.items()}
+            if measurement.status == "ok" and not self.is_too_slow:
+                margins = _margins_as_measured(decision.verdict, measured, is_whole=not was_cut_off)
             if measurement.status == "oom":
                 limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
                 needed = measurement.peak_memory_bytes
@@ -731,6 +740,13 @@ def _how_ended(error: BaseException | None) -> _HowEnded:
     if isinstance(error, TimeLimitReached):
         return _HowEnded("timeout", str(error))
     return _HowEnded(status_of(error), "" if error is None else f"{type(error).__name__}: {error}"[:200])
+
+
+def _margins_as_measured(verdict: Verdict, measured: Mapping[Quantity, float], *, is_whole: bool) -> Mapping[Quantity, float]:
+    """Return the margins of a trial that ended well: log(measured / limit), and those of its verdict where nothing was read."""
+    whole = {name: value for name, value in measured.items() if value > 0 and (is_whole or name not in ("time", "cost"))}
+    read = {limit.quantity: math.log(whole[limit.quantity] / limit.limit) for limit in verdict.limits if limit.quantity in whole}
+    return {**verdict.margins, **read}
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:

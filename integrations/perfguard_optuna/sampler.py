@@ -161,21 +161,20 @@ class PerfGuardSampler(BaseSampler):
             if verdict is None:
                 if self.judges and proposal.workload is not None:
                     decision = self.guard.known(study, trial).decide(proposal.params, proposal.workload)
-                    search.remember(proposal.key, decision.verdict)
+                    search.remember(proposal.key, decision.verdict, params=proposal.params.given)
                 return proposal.drawn
             if proposal.rejection is None:
-                search.remember(proposal.key, verdict)
+                search.remember(proposal.key, verdict, params=proposal.params.given)
             num_repeats = 0 if proposal.rejection is None or self._ticks_off else num_repeats + 1
             if num_repeats == 0:
                 self._reject(study, trial, proposal, verdict)
-            search.count(verdict, self.guard.guard)
+            search.count(verdict)
             num_rejected += 1
             badness = verdict.p_violation, max(verdict.margins.values(), default=0.0)
             least_bad = min(least_bad, (badness, proposal.drawn), key=lambda known: known[0])
-            patient = search.threshold(self.guard.guard)
-            if patient is not None and least_bad[0][0] <= patient:  # it is launched now
-                return least_bad[1]
             is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
+            if (is_stopping or search.is_over) and (tried := search.last_try(self.guard.guard)) is not None:
+                return {name: value for name, value in tried.items() if name in search_space}
             if is_stopping or search.is_over:
                 if not is_stopping or not search.num_launched:
                     search.warn_that_nothing_fits()
@@ -191,8 +190,7 @@ class PerfGuardSampler(BaseSampler):
         if not self.judges or proposal.workload is None or proposal.is_fixed:
             return None
         try:
-            threshold = self.guard.search_of(study).threshold(self.guard.guard)
-            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name, threshold=threshold)
+            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name)
         except Exception:  # the guard warns when it decides on the trial
             return None
         return verdict if verdict.action == "prune" else None
@@ -239,7 +237,7 @@ class PerfGuardSampler(BaseSampler):
             needed = [name for name in names if name in missing]
             if not needed:
                 key, is_fixed = self.guard.guard.key_of(found, params.used), params.used.keys() <= fixed.keys()
-                known = None if is_fixed else self.guard.search_of(study).recall(key, self.guard.guard)
+                known = None if is_fixed else self.guard.search_of(study).recall(key)
                 return _Proposal(drawn, params, search_space, key, workload, is_fixed, None if known is None else known.verdict)
             # A brute-force search expects its parameters in the order in which the objective suggests them.
             for name in names[: names.index(needed[0]) + 1] if self._ticks_off and not at_random else needed[:1]:

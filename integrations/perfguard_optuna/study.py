@@ -103,7 +103,12 @@ class GuardedStudy(optuna.Study):
                     break
                 super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
             if self._stop_flag and not search.num_launched and not isinstance(sampler, PerfGuardSampler):
-                search.warn_that_nothing_fits()  # the sampler has come to the end of its space
+                # The sampler has come to the end of its space.
+                if (tried := search.last_try(guard.guard)) is None:
+                    search.warn_that_nothing_fits()
+                else:
+                    self.enqueue_trial(dict(tried))
+                    super().optimize(objective, 1, None, *common)
         finally:
             objective.end()
             self.sampler = sampler
@@ -306,7 +311,9 @@ class GuardedObjective:
             if decision is None or decision.verdict.action != "prune":
                 self.num_launched += 1
                 return
-            if search.is_over:
+            if search.is_over and (tried := search.last_try(self.guard.guard)) is not None:
+                trial.study.enqueue_trial(dict(tried))
+            elif search.is_over:
                 search.warn_that_nothing_fits()  # once
                 if not (self._on_all_ranks and leads_ranks()):  # else the others would wait for the next trial
                     trial.study.stop()

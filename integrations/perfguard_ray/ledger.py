@@ -127,6 +127,7 @@ class Ledger:
         trial: int | None = None,
         trial_id: str | None = None,
         runs_anyway: bool = False,
+        proposed: Mapping[str, Any] | None = None,
         seen: CapturedTrial | Exception | None = None,
     ) -> Entry:
         """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
@@ -136,6 +137,7 @@ class Ledger:
             trial: Tune's number of the trial. It is for the log.
             trial_id: Tune's id of it.
             runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
+            proposed: what the search has proposed of ``config``. None: all of it.
             seen: what the trial has shown at its first forward pass. None: it has not started.
         """
         found = self.found(config, seen)
@@ -144,19 +146,19 @@ class Ledger:
             return _entry(decide(), config)
         # One that is proposed again is not known by what it has shown.
         search, key = self.search, key_of_params(config) if seen else self.guard.key_of(found, config)
-        known = search.recall(key, self.guard)
+        known = search.recall(key)
         if known is not None:
             self.num_repeated += 1
-            search.count(known.verdict, self.guard)
+            search.count(known.verdict)
             return Entry(Decision("", known.verdict), config)
         if seen is None and isinstance(found, CaptureError) and isinstance(self.build, DryRuns) and self.build.judges_late(found):
             undecided = Verdict(action="launch", unjudged=f"{found}")
-            search.count(undecided, self.guard)
+            search.count(undecided)
             return Entry(Decision("", undecided, study=self.study), config, wanted=found)
-        decision = decide(threshold=search.threshold(self.guard))
+        decision = decide(grounds=search.grounds(key))
         if seen is None or decision.verdict.action == "prune":  # else it is counted already
-            search.count(decision.verdict, self.guard)
-        before = search.remember(key, decision.verdict, decision_id=decision.id)
+            search.count(decision.verdict)
+        before = search.remember(key, decision.verdict, params=proposed or config, decision_id=decision.id)
         if before is not None:
             self.superseded.add(before.decision_id)
         elif decision.verdict.action == "prune" and self.verbose >= 1:

@@ -11,6 +11,7 @@ from ray.tune import PlacementGroupFactory
 from perfguard.devices import mig_profiles, smallest_profile
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.predictor import Prediction
+from perfguard.risk_budget import SMALL_CHANCE
 from perfguard_ray.ledger import InThisProcess, Ledger, ledger_of
 
 
@@ -20,7 +21,7 @@ def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResour
     Example:
         >>> train = tune.with_resources(train, perfguard_ray.resources(search, cpus=2))             # doctest: +SKIP
 
-    A trial stays under the requested memory with a chance of 1 - risk. Small trials share a card, and large ones get a whole
+    A trial stays under the requested memory with a chance of 95%. Small trials share a card, and large ones get a whole
     card. Ray never assigns more than a card. Ray does not limit the memory that a trial takes, but
     ``torch.cuda.set_per_process_memory_fraction`` does.
 
@@ -73,7 +74,7 @@ class TrialResources:
         prediction = self._prediction(config)
         guard = self._ledger.guard
         device = guard.device
-        needed_bytes = device.memory_bytes if prediction is None else prediction.peak_memory.quantile(1 - guard.risk)
+        needed_bytes = device.memory_bytes if prediction is None else prediction.peak_memory.quantile(1 - SMALL_CHANCE)
         own: dict[str, float] = {"CPU": self._cpus}
         if device.kind == "cpu":
             return own if prediction is None else own | {"memory": math.ceil(needed_bytes)}

@@ -22,7 +22,7 @@ from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import AnyBuild
-from perfguard_ray.ledger import REPAIR_KEY, Ledger, make_ledger, number_of
+from perfguard_ray.ledger import REPAIR_KEY, Entry, Ledger, make_ledger, number_of
 from perfguard_ray.worker import Facts, asked_for
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class PerfGuardSearcher(_Guarded, Searcher):
 
     ``num_samples`` counts the trials that run. After ``max_proposals`` configurations in a row that do not fit, the searcher
     proposes again when a running trial has ended. If none is running, the search ends with a warning. Each workload is judged
-    once, and once more if a trial has ended since. Then it is rejected from memory.
+    once, and again when a trial has ended since. Until then it is rejected from memory. Before the search ends without a trial,
+    the least doubtful configuration runs.
 
     For a configuration that does not fit, Optuna gets a pruned trial with signed constraints, which its samplers model. The other
     searchers get the worst result so far, once there is one. They would ignore an error, or wait for its result.
@@ -79,7 +80,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
         ConfigurationError: for invalid arguments, and for a SearchAlgorithm, which is no Searcher.
     """
 
-    _KEPT = ("_constants", "_inner_ids", "_worst", "_untold")
+    _KEPT = ("_constants", "_inner_ids", "_least_doubtful_id", "_worst", "_untold")
 
     def __init__(
         self,
@@ -102,10 +103,12 @@ class PerfGuardSearcher(_Guarded, Searcher):
         self.ledger = make_ledger(build, guard, gpu, study, settings)
         self.max_proposals = max_proposals
         self._constants: dict[str, Any] = {}
-        self._inner_ids: dict[str, str] = {}
-        """The wrapped searcher's id of each trial that runs."""
+        self._inner_ids: dict[str, str | None] = {}
+        """The wrapped searcher's id of each trial that runs. None: the searcher was told that it is rejected, and it is tried."""
         self._untold: list[str] = []
         """Its ids of rejected configurations that have no result yet."""
+        self._least_doubtful_id = ""
+        """Its id of the least doubtful configuration since the last launch. Empty: there is none."""
         self._worst: dict[str, float] = {}
         self._is_waiting = False
         """Whether all proposals were in vain, and no trial has ended since."""
@@ -131,34 +134,48 @@ class PerfGuardSearcher(_Guarded, Searcher):
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
         if self._is_waiting and self._inner_ids:
             return None
-        what, ledger, counted = "", self.ledger, self.ledger.search
+        what, counted = "", self.ledger.search
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
             if suggestion is None and counted.num_rejected and not self._inner_ids:  # it waits for a result, and nothing runs
+                if (tried := self._try_least_doubtful(trial_id)) is not None:
+                    return tried
                 self._complete_rejected({"error": True})
                 what = "waits for the results of proposals none of which fits"
                 continue
             if suggestion == Searcher.FINISHED and counted.num_rejected and not counted.num_launched:
-                return self._give_up(f"has no more proposals: none of {counted.num_rejected} fits")
+                return self._give_up(trial_id, f"has no more proposals: none of {counted.num_rejected} fits")
             if suggestion is None or suggestion == Searcher.FINISHED:
                 return suggestion
-            number = counted.num_launched + 1  # as Tune's SearchGenerator counts
-            name = f"{getattr(ledger.build, 'trainable_name', 'trial')}_{trial_id}"  # as Tune makes it
-            with asked_for(Facts(trial_id=trial_id, trial_name=name)):
-                entry = ledger.judge(merge_dicts(self._constants, suggestion), trial=number, trial_id=trial_id)
+            entry = self._judge(trial_id, suggestion)
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
             if not entry.rejected:
-                self._inner_ids[trial_id], ledger.entries[trial_id] = inner_id, entry
-                return {**suggestion, **{key: value for key, value in entry.config.items() if key == REPAIR_KEY}}
+                return self._launch(trial_id, inner_id, suggestion, entry)
+            if counted.least_doubtful is not None and counted.least_doubtful.params is suggestion:
+                self._least_doubtful_id = inner_id
             self._turn_down(inner_id)
             what = f"proposed {counted.num_rejected} configurations in a row that do not fit"
-        return self._give_up(what)
+        return self._give_up(trial_id, what)
 
-    def _give_up(self, what: str) -> str | None:
+    def _judge(self, trial_id: str, suggestion: Mapping[str, Any]) -> Entry:
+        number = self.ledger.search.num_launched + 1  # as Tune's SearchGenerator counts
+        name = f"{getattr(self.ledger.build, 'trainable_name', 'trial')}_{trial_id}"  # as Tune makes it
+        config = merge_dicts(self._constants, dict(suggestion))
+        with asked_for(Facts(trial_id=trial_id, trial_name=name)):
+            return self.ledger.judge(config, trial=number, trial_id=trial_id, proposed=suggestion)
+
+    def _launch(self, trial_id: str, inner_id: str | None, suggestion: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
+        self._inner_ids[trial_id] = inner_id
+        self.ledger.entries[trial_id] = entry
+        return {**suggestion, **{key: value for key, value in entry.config.items() if key == REPAIR_KEY}}
+
+    def _give_up(self, trial_id: str, what: str) -> str | dict[str, Any] | None:
         if self._inner_ids:
             self._is_waiting = True
             return None
+        if (tried := self._try_least_doubtful(trial_id)) is not None:
+            return tried
         self.ledger.warn_once(
             "infeasible",
             NothingFeasibleWarning,
@@ -167,6 +184,22 @@ class PerfGuardSearcher(_Guarded, Searcher):
             f"{self.ledger.study!r}.",
         )
         return str(Searcher.FINISHED)
+
+    def _try_least_doubtful(self, trial_id: str) -> dict[str, Any] | None:
+        """Launch the least doubtful configuration before the search ends with nothing. None: there is none, or it was tried."""
+        tried = self.ledger.search.last_try(self.ledger.guard)
+        if tried is None:
+            return None
+        entry, inner_id = self._judge(trial_id, tried), self._least_doubtful_id
+        if entry.rejected:
+            return None
+        if inner_id not in self._untold:
+            return self._launch(trial_id, None, tried, entry)
+        self._untold.remove(inner_id)
+        for limiter in _limiters(self.searcher):
+            limiter.live_trials.add(inner_id)
+            limiter.num_unfinished_live_trials += 1
+        return self._launch(trial_id, inner_id, tried, entry)
 
     def _turn_down(self, inner_id: str) -> None:
         if _optuna_trial(self.searcher, inner_id) is not None:
@@ -193,19 +226,22 @@ class PerfGuardSearcher(_Guarded, Searcher):
         self._untold.clear()
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        self.searcher.on_trial_result(self._inner_ids.get(trial_id, trial_id), result)
+        inner_id = self._inner_ids.get(trial_id, trial_id)
+        if inner_id is not None:
+            self.searcher.on_trial_result(inner_id, result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._is_waiting = False
         inner_id, entry = self._inner_ids.pop(trial_id, trial_id), self.ledger.entries.get(trial_id)
-        if entry is not None:  # it may have been judged after its start
+        if inner_id is not None and entry is not None:  # it may have been judged after its start
             _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
-        if entry is not None and entry.rejected and entry.started_at is None:
+        if inner_id is not None and entry is not None and entry.rejected and entry.started_at is None:
             self._turn_down(inner_id)
             return
         if result and not error:
             self._remember_worst(result)
-        self.searcher.on_trial_complete(inner_id, result=result, error=error)
+        if inner_id is not None:
+            self.searcher.on_trial_complete(inner_id, result=result, error=error)
         self._score_rejected()
 
     def _remember_worst(self, result: Mapping[str, Any]) -> None:
@@ -231,11 +267,15 @@ class PerfGuardSearcher(_Guarded, Searcher):
 
     def on_pause(self, trial_id: str) -> None:
         """Forward the call, which BOHB needs."""
-        self.searcher.on_pause(self._inner_ids.get(trial_id, trial_id))
+        inner_id = self._inner_ids.get(trial_id, trial_id)
+        if inner_id is not None:
+            self.searcher.on_pause(inner_id)
 
     def on_unpause(self, trial_id: str) -> None:
         """Forward the call, which BOHB needs."""
-        self.searcher.on_unpause(self._inner_ids.get(trial_id, trial_id))
+        inner_id = self._inner_ids.get(trial_id, trial_id)
+        if inner_id is not None:
+            self.searcher.on_unpause(inner_id)
 
 
 class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
@@ -309,11 +349,20 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
 
     def next_trial(self) -> Trial | None:
         """The next point that fits; None: not now, or no more."""
+        left_out: Trial | None = None
         while (trial := self.generator.next_trial()) is not None:
             if self._part_of(trial) not in self._hopeless and (self._fits(trial) or self._redraw(trial)):
                 return trial  # type: ignore[no-any-return]
             self.generator.on_trial_complete(trial.trial_id)
             self._num_left_out += 1
+            left_out = trial
+        if left_out is not None and self.generator.is_finished() and not self._feasible:
+            tried = self.ledger.search.last_try(self.ledger.guard)
+            if tried is not None:
+                _become(left_out, dict(tried), {("config", name): value for name, value in tried.items()})
+                if self._fits(left_out):
+                    self._num_left_out -= 1
+                    return left_out
         if self.generator.is_finished() and self._num_left_out:
             what = f"{self._num_left_out} of {self.generator.total_samples} points were left out"
             if not self._feasible:

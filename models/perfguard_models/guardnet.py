@@ -30,6 +30,7 @@ from perfguard.graph import OpGraph, memory_parts
 from perfguard.predictor import SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.fine_tuning import FineTuned, LearntRun, fine_tune
 from perfguard_models.learner import CPU_PREFIX, FittedModel, Learner, read_trained
+from perfguard_models.process_growth import Growth, growth_of, with_growth
 from perfguard_models.raw_prediction import PHYSICS, PRIOR, RawPrediction, Weights, gp_inputs, scale_of
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.step_time import StepTime
@@ -111,6 +112,8 @@ class GuardNet:
     def __init__(self, weights: Mapping[str, Weights]) -> None:  # by the kind of device
         self._weights = weights
         self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
+        self._growths: dict[str, Growth] = {}
+        """What processes on a device add to the memory of a step, by its id."""
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float] | None] = {}
         self._tuned: FineTuned | None = None
@@ -136,7 +139,7 @@ class GuardNet:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        raw = self._raw(graph, device)
+        raw = with_growth(self._raw(graph, device), self._growths.get(device.id, Growth()))
         launched = graph if raw.launched is None else raw.launched
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
@@ -193,6 +196,7 @@ class GuardNet:
             is_refuted = _are_refuted(rows, out_of_memory)
             self._overheads[device_id] = _overhead_of(ended_well)
             self._powers[device_id] = _power_of(ended_well)
+            self._growths[device_id] = self._growth_of(ended_well)
             for target in TARGETS:
                 measured = self._residuals(ended_well, target)
                 prior = None if measured is None else measured.prior
@@ -245,7 +249,7 @@ class GuardNet:
         known = [(row, value) for row in rows if (value := row.measured(target)) is not None]
         if not known:
             return None
-        raws = [self._raw(row.graph, row.device) for row, _ in known]
+        raws = [with_growth(self._raw(row.graph, row.device), self._growths.get(row.device.id, Growth())) for row, _ in known]
         apart = [math.log(value) - raw.of[target].log_value for (_, value), raw in zip(known, raws, strict=True)]
         y = torch.tensor(apart, dtype=torch.float64)
         priors = [raw.of[target].prior for raw in raws]
@@ -264,6 +268,18 @@ class GuardNet:
         held_out = [tuned.held_out.get(row.decision_id, float(there)) for (row, _), there in zip(known, own, strict=True)]
         without = torch.tensor(held_out, dtype=torch.float64)
         return _Residuals(prior, inputs._replace(memorised=own - without), y - without)
+
+    def _growth_of(self, rows: Sequence[Observation]) -> Growth:
+        """Return what ``rows``, the trials of one device that ended well, show that a process adds. On a GPU it adds nothing."""
+        known = [(self._raw(row.graph, row.device), value) for row in rows if (value := row.measured("memory")) is not None]
+        if not known or rows[0].device.kind != "cpu":
+            return Growth()
+        memories = [raw.of["memory"] for raw, _ in known]
+        return growth_of(
+            np.exp([memory.log_value for memory in memories]),
+            np.array([value for _, value in known]),
+            PRIOR.total * np.array([memory.log_sigma for memory in memories]),
+        )
 
     def _learn(
         self,

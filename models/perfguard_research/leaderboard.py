@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 from rich.progress import track
 
-from perfguard.guard import DEFAULT_RISK
+from perfguard.risk_budget import SMALL_CHANCE
 from perfguard_models.features import FeatureSet
 from perfguard_models.learner import share_of
 from perfguard_research.dataset import Fold, Run, dataset_of, folds
@@ -35,7 +35,7 @@ from perfguard_research.memory_forest import bracketed
 
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
 _Z = statistics.NormalDist().inv_cdf(0.95)
-_AT_RISK = statistics.NormalDist().inv_cdf(1 - DEFAULT_RISK)
+_AT_RISK = statistics.NormalDist().inv_cdf(1 - SMALL_CHANCE)
 _ERRORS = [
     "split", "group", "quantity", "predictor", "rows", "mean", "median", "p90", "spread", "coverage", "width",
 ]  # fmt: skip

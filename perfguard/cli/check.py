@@ -14,7 +14,8 @@ from perfguard.cli.predict import alias_notes, estimate_as_json
 from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, is_script, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
-from perfguard.verdict import DEFAULT_RISK, check_risk
+from perfguard.risk_budget import SMALL_CHANCE
+from perfguard.verdict import check_chance
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -42,8 +43,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--risk",
         type=float,
-        default=DEFAULT_RISK,
-        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {DEFAULT_RISK})",
+        default=SMALL_CHANCE,
+        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {SMALL_CHANCE})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -51,7 +52,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Predict, compare with the limits, print the result, and return the exit status: 0, 1 or 3."""
     check_subject(arguments)
-    risk = check_risk(arguments.risk)
+    risk = check_chance(arguments.risk, what="--risk")
     if arguments.max_cost is not None and arguments.price_per_hour is None:
         raise ConfigurationError("--max-cost needs the price of an hour on the device: give --price-per-hour.")
     budget = budget_of(
@@ -104,11 +105,11 @@ def budget_of(**budgets: Any) -> Budget:
         raise ConfigurationError(message) from error
 
 
-def guard_within(budget: Budget, device: Device, risk: float) -> Guard:
+def guard_within(budget: Budget, device: Device) -> Guard:
     """Return a guard of ``budget``, without a log."""
     from perfguard.guard import Guard
 
-    guard = Guard(device, risk=risk, log=False)
+    guard = Guard(device, log=False)
     guard.budget = budget
     return guard
 
@@ -117,7 +118,7 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     """The guard's verdict, without a risk budget, and what is known of what was judged."""
     from perfguard.physics import LeastMemory
 
-    guard, limits = guard_within(budget, device, risk), functools.partial(budget.limits, device=device)
+    guard, limits = guard_within(budget, device), functools.partial(budget.limits, device=device)
     if arguments.max_host_memory is not None and not is_script(arguments):
         raise ConfigurationError("--max-host-memory is for a script, such as train.py: only a dry run shows what the host holds.")
     try:

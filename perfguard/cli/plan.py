@@ -26,7 +26,8 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.predictor import SECONDS_PER_HOUR
 from perfguard.quantities import format_bytes, format_dollars, format_seconds, parse_dollars
-from perfguard.verdict import DEFAULT_RISK, chance_in_words, check_risk
+from perfguard.risk_budget import SMALL_CHANCE
+from perfguard.verdict import chance_in_words, check_chance
 
 if TYPE_CHECKING:
     from perfguard.budget import Budget
@@ -62,7 +63,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples of an optimizer step over all GPUs (default: as the script stands)",
     )
     parser.add_argument(
-        "--risk", type=float, default=DEFAULT_RISK, help=f"largest accepted chance not to fit (default: {DEFAULT_RISK})"
+        "--risk", type=float, default=SMALL_CHANCE, help=f"largest accepted chance not to fit (default: {SMALL_CHANCE})"
     )
     parser.add_argument(
         "--allow-8bit", action="store_true", help="of a Trainer, try AdamW in 8 bits too; it rounds the optimizer's states"
@@ -98,7 +99,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """Dry-run each way, predict, print, and return the exit status: 0, 1 or 3, and 130 after Ctrl-C."""
     if Path(arguments.source).suffix != ".py" or not Path(arguments.source).is_file():
         raise ConfigurationError(f"Expected a training script that exists, such as train.py, but got {arguments.source!r}.")
-    check_risk(arguments.risk)
+    check_chance(arguments.risk, what="--risk")
     words = _ways_in_words(arguments.tries, arguments.words)
     if arguments.allow_8bit and arguments.tries:
         raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
@@ -190,7 +191,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
     """Yield what is known of each way on each place. The first whose samples are seen says how many a step has."""
     wanted = total = arguments.samples_per_step
     for place in places:
-        guard = guard_within(budget, place.device, arguments.risk)
+        guard = guard_within(budget, place.device)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
         row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
@@ -211,7 +212,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
                 if same is not row:  # some words say what the script does anyway
                     same["way"] += f" = {name}"
                     continue
-                row |= _judged(seen, guard, place, wanted)
+                row |= _judged(seen, guard, place, wanted, risk=arguments.risk)
             except TooLargeError as error:
                 row |= {"result": "does not fit", "reason": str(error)}
             except Exception as error:
@@ -233,7 +234,7 @@ def _choose(chosen: Setup | None, asked: list[Setup], found: Setup) -> Setup:
     return chosen or found
 
 
-def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row:
+def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int, *, risk: float) -> Row:
     """Predict what a process of a way needs, and what all make of it."""
     if seen.num_ranks != place.num_gpus:
         right = f"{seen.num_ranks}x{place.card}" if seen.num_ranks > 1 else place.card
@@ -246,8 +247,8 @@ def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int) -> Row
         return {"result": "learns otherwise", "samples_per_step": samples}
     graph, device = seen.graph, place.device
     limits = functools.partial(guard.budget.limits, device=device)
-    verdict = guard.judge(graph, limits, threshold=guard.risk, phases=seen.phases)
-    result, reason = result_of(verdict, guard.risk)
+    verdict = guard.judge(graph, limits, threshold=risk, phases=seen.phases)
+    result, reason = result_of(verdict, risk)
     prediction = verdict.prediction
     assert prediction is not None
     step_s = prediction.step_time.median

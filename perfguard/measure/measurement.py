@@ -22,6 +22,8 @@ NOT_A_NUMBER = "{} was {}"
 """Note of a measurement with a NaN or infinite reading: the field's name, and the value."""
 CUT_SHORT = "cut short"
 """Note of a measurement of a trial that the tuner stopped: it would have made more steps."""
+TOO_SLOW = f"{CUT_SHORT}: too slow for the time budget"
+"""Note of a measurement of a trial that PerfGuard stopped because of its pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Measurement:
     """Version of the GPU's driver."""
     host: str | None = None
     """Name of the machine that ran it."""
+    first_step_s: float | None = None
+    """Time from the launch to the end of the first step: the set-up and a step. None: it made none."""
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):

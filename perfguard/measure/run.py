@@ -156,6 +156,7 @@ class Run:
             used = reading.ran_on
             if used.kind != self._device.kind:  # the probe watched the wrong memory
                 reading = Reading("none", driver=reading.driver, notes=reading.notes)
+        first_step_at_s = self._timer.first_step_at_s
         readings = {one.name: getattr(reading, one.name) for one in fields(reading) if one.name not in ("notes", "ran_on")}
         return Measurement(
             status=status,
@@ -167,6 +168,7 @@ class Run:
             framework=f"torch{torch.__version__}",
             note="; ".join([*notes, *reading.notes]),
             host=platform.node(),
+            first_step_s=None if first_step_at_s is None else first_step_at_s - self._started_at,
             **readings,
         )
 
@@ -241,8 +243,10 @@ class StepTimer:
     def __init__(self, stamp: Callable[[], Any]) -> None:
         self._stamp = stamp
         self.num_steps = 0
+        self.first_step_at_s: float | None = None
+        """Time at which the first step ended, by ``time.perf_counter``."""
         self.last_step_at_s: float | None = None
-        """Time at which the last step ended, by ``time.perf_counter``."""
+        """Time at which the last step ended."""
         self.device_time_lost = False
         """Whether the device's clock failed, so that the processor's was taken instead."""
         self._pending: deque[_Mark] = deque()
@@ -253,6 +257,8 @@ class StepTimer:
         """A step has ended."""
         mark = _Mark(time.perf_counter(), self._stamp())
         self.last_step_at_s = mark.at_s
+        if self.first_step_at_s is None:
+            self.first_step_at_s = mark.at_s
         self.num_steps += 1
         self._pending.append(mark)
         if mark.stamp is None or len(self._pending) > 256:  # a long run must not keep all marks of a device

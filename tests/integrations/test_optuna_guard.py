@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -12,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard import Workload
+from perfguard import Estimate, Workload
 from perfguard.exceptions import MeasurementWarning, UnguardedTrialWarning
 from perfguard.repair import Repair
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of, repair_of
+from tests.doubles import ReplayPredictor
 from tests.integrations.one_layer import (
     COMPLETE,
     LARGE,
@@ -114,6 +116,25 @@ def test_pace_over_budget_stops_trial(budget: Any, quantity: str, limit: str) ->
     assert trial.user_attrs["perfguard:stopped"].endswith(f"the budget is {limit}")
     assert trial.constraints[f"perfguard:{quantity}"] > 0
     assert record_of(trial).measured[quantity] > 0  # type: ignore[index]
+    (ended,) = guard.log.history(study.study_name).ended
+    assert ended.exceeded == "by the pace", "its time is lost"
+
+
+def test_constraint_of_a_trial_that_ran_is_what_was_measured() -> None:
+    """A trial that was doubtful and fits must not make the sampler shy of its size."""
+    guard = make_guard(memory_budget=None, step_time_budget="100ms", predictor=ReplayPredictor(step_time=Estimate(0.09, 0.5)))
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial, build({"width": suggest_width(trial)})) as run:
+            assert trial.study.trials[0].constraints["perfguard:step_time"] == pytest.approx(math.log(0.9))
+            slowly(run.step, 4, 0.001)
+        return 1.0
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1)
+    (trial,) = study.trials
+    measured = record_of(trial).measured["step_time"]
+    assert trial.constraints["perfguard:step_time"] == pytest.approx(math.log(measured / 0.1))
 
 
 def test_should_prune_looks_at_the_pace_too() -> None:

@@ -26,7 +26,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
-from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
+from perfguard.exceptions import NothingFeasibleWarning
 from perfguard.rejections import Search
 from perfguard.workload import WatchedParams
 from perfguard_optuna import PerfGuardSampler, create_study
@@ -144,10 +144,36 @@ def test_scattered_times_do_not_end_the_study(way: str) -> None:
             raise optuna.TrialPruned
         return float(width)
 
-    with pytest.warns(BudgetWarning, match="No proposal is certain to fit") as caught:
-        study.optimize(of_width, n_trials=8)
+    study.optimize(of_width, n_trials=8)
     assert num_launched(study) >= 7
-    assert not [warning for warning in caught if issubclass(warning.category, NothingFeasibleWarning)]
+
+
+@pytest.mark.parametrize("way", ["guarded study", "plain study"])
+@pytest.mark.parametrize("name", ["tpe", "grid"])
+def test_least_doubtful_proposal_runs_before_the_study_ends_with_nothing(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are predicted to need a hundred times the budget, and each of them would fit."""
+    monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=60))
+    predictor = ReplayPredictor(factor=100.0)
+    pruner = make_pruner(build=lambda params: build_of(params["width"] * params["batch"]), predictor=predictor)
+    inner = GridSampler({"width": [50, 60, 80, 70], "batch": [8]}) if name == "grid" else TPESampler(seed=1)
+    sampler = inner if way == "guarded study" else PerfGuardSampler(inner, pruner)
+    study = (create_study if way == "guarded study" else optuna.create_study)(sampler=sampler, pruner=pruner)
+
+    def of_width(trial: optuna.Trial) -> float:
+        width, batch = trial.suggest_int("width", 50, 80, step=10), trial.suggest_categorical("batch", [8])
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        predictor.factor = 1.0  # learnt
+        return float(width * batch)
+
+    study.optimize(of_width, n_trials=3)
+    first = study.get_trials(states=(TrialState.COMPLETE,))[0]
+    assert first.params["width"] == 50
+    assert "the least doubtful of all proposals" in first.user_attrs["perfguard:reason"]
+    if name == "tpe":
+        assert num_launched(study) >= 2, "the search goes on"
 
 
 def test_parameters_know_who_looked_at_them() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import Estimate, Guard, Workload
-from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
+from perfguard.exceptions import NothingFeasibleWarning
 from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -120,16 +120,51 @@ def test_insistent_searcher_ends_with_one_row() -> None:
     assert searcher.num_proposals == 100
 
 
-def test_search_that_finds_nothing_sure_launches_what_likely_fits() -> None:
+def test_search_launches_at_once_what_likely_fits() -> None:
     """Otherwise a predictor that is unsure of a new machine would end a run that has trials to launch."""
     searcher = Repeating("loss", "min")
     searcher.width = 8  # which surely fits by its least memory
     unsure = ReplayPredictor(memory=Estimate(0.7 * 2**20, 0.5))  # 24% to break the budget of 1 MiB
     search = PerfGuardSearcher(searcher, build=build, **{**OPTIONS, "predictor": unsure})
-    with pytest.warns(BudgetWarning, match=r"No proposal is certain to fit \(30 in a row\)"):
-        assert search.suggest("a") == {"width": 8}
+    assert search.suggest("a") == {"width": 8}
     summary = perfguard_ray.summarize(search)
-    assert (summary.num_launched, summary.num_pruned, summary.num_repeated) == (1, 0, 29), "after 30 rejections in a row"
+    assert (summary.num_launched, summary.num_pruned, summary.num_repeated) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("name", SEARCHERS)
+def test_least_doubtful_configuration_runs_before_a_search_ends_with_nothing(name: str) -> None:
+    """All are predicted to need a hundred times the budget, and each of them would fit. One trial that ran shows it."""
+    predictor = ReplayPredictor(factor=100.0)
+    search = PerfGuardSearcher(SEARCHERS[name](), build=build, **{**OPTIONS, "predictor": predictor})
+    space = {"width": tune.uniform(600, 1200)}
+    search.set_search_properties("loss", "min", space)
+    first: Any = None
+    for call in range(5):
+        first = search.suggest(f"w{call}")
+        if first is not None:
+            break
+    proposed = [row.params["width"] for row in search.ledger.guard.log.records() if row.verdict and row.verdict.action == "prune"]
+    assert first == {"width": min(proposed)}
+    (launched,) = [row for row in search.ledger.guard.log.records() if not row.is_pruned]
+    assert "(but it is the least doubtful of all proposals, and none fits)" in launched.reason
+    predictor.factor = 1.0  # learnt
+    search.on_trial_result(f"w{call}", {"loss": 1.0, "training_iteration": 1})
+    end_a_trial(search, f"w{call}")
+    search.on_trial_complete(f"w{call}", {"loss": 1.0, "training_iteration": 1})
+    assert drive(search, space)[0] > 0
+
+
+def test_random_search_runs_its_least_doubtful_configuration_before_it_ends(tmp_path: Path) -> None:
+    options = {**OPTIONS, "predictor": ReplayPredictor(factor=100.0)}
+    with pytest.warns(NothingFeasibleWarning, match="1 of 2 points were left out"):
+        search, configs = draw({"width": tune.uniform(600, 1200)}, 2, tmp_path, **options)
+    proposed = [row.params["width"] for row in search.ledger.guard.log.records()]
+    assert [config["width"] for config in configs] == [min(proposed)]
+    assert search.total_samples == 1
+    with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits"):
+        careful, none = draw({"width": tune.uniform(600, 1200)}, 1, tmp_path / "careful", **options, risk=0)
+    assert none == []
+    assert careful.total_samples == 0
 
 
 def end_a_trial(search: Any, trial_id: str) -> None:
@@ -167,8 +202,9 @@ def test_rejection_is_judged_again_after_a_trial_ends(learns: bool, restored: bo
     ledger.entries["c"] = ledger.judge({"width": 1})
     end_a_trial(search, "c")
     assert ledger.judge({"width": 512}).rejected
+    assert ledger.judge({"width": 512}).rejected
     assert (summarized(search), ledger.num_repeated) == (1, 3)
-    assert rejected(search) == {"[('width', 512)]": 2}, "and never again"
+    assert rejected(search) == {"[('width', 512)]": 3}, "once for each trial that has ended"
 
 
 class Exhausted(Repeating):
@@ -188,9 +224,9 @@ def test_exhausted_searcher_ends_where_nothing_fits() -> None:
 # --- Tune's own random and grid search
 
 
-def draw(space: Mapping[str, Any], num_samples: int, folder: Path) -> tuple[PerfGuardVariantGenerator, list[Any]]:
+def draw(space: Mapping[str, Any], num_samples: int, folder: Path, **options: Any) -> tuple[PerfGuardVariantGenerator, list[Any]]:
     """The configurations that would run."""
-    search = PerfGuardVariantGenerator(BasicVariantGenerator(random_state=3), build=build, **OPTIONS)
+    search = PerfGuardVariantGenerator(BasicVariantGenerator(random_state=3), build=build, **{**OPTIONS, **options})
     experiment = Experiment("run", lambda _: None, config=dict(space), num_samples=num_samples, storage_path=str(folder))
     search.add_configurations([experiment])
     configs = []

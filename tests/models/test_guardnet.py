@@ -440,3 +440,15 @@ def test_repeated_step_is_sure_of_itself_only(net: GuardNet) -> None:
     assert again.median == pytest.approx(0.7 * said, rel=0.02)
     assert again.log_sigma >= 0.01
     assert other.log_sigma > 2 * again.log_sigma
+
+
+def test_tiny_trials_on_a_cpu_say_nothing_of_networks_a_thousand_times_as_large(net: GuardNet) -> None:
+    """Each grew by 3 to 9 MiB that no layer explains. In the logarithm that is a factor of 50."""
+    tiny, large = [perceptron(8 + n) for n in range(8)], perceptron(4096, 4096)
+    before = net.predict(large, CPU).peak_memory
+    grown = [6.2, 9.2, 9.2, 6.2, 3.3, 3.3, 6.2, 6.2]
+    net.fine_tune([Observation(graph, CPU, measured(int(mib * 2**20), 1e-4)) for graph, mib in zip(tiny, grown, strict=True)])
+    after = net.predict(large, CPU).peak_memory
+    assert after.median / before.median < 1.1
+    assert after.log_sigma < 1.1 * before.log_sigma
+    assert net.predict(perceptron(20), CPU).peak_memory.median == pytest.approx(6.2 * 2**20, rel=0.3)

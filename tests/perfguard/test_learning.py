@@ -290,3 +290,34 @@ def test_memory_of_a_trial_without_a_step_is_refused() -> None:
     assessment = assess(idle)
     assert all(row.measured("memory") is None for row in assessment.observations)
     assert "without an optimizer step" in assessment.doubts[0].reason
+
+
+def test_one_reading_among_like_readings_of_a_step_is_not_learnt() -> None:
+    """Another program ran beside the trial. Three such readings widened every interval of a study by a factor of 1.3 to 5."""
+    like = [run(memory=factor, graph=5) for factor in (1.0, 1.02, 0.99, 1.01, 1.0)]
+    outlier = run(memory=1.4, graph=5)
+    assessment = assess([*like, outlier, *runs(5)])
+    (doubt,) = assessment.doubts
+    assert doubt.observation is outlier
+    assert doubt.reason == "it is 1.40 times the median of 5 other readings of the same step, which agree"
+    assert assessment.widening["memory"] == assess([*like, *runs(5)]).widening["memory"]
+    assert assessment.observations[5].measured("memory") is None
+    assert assessment.observations[5].measured("time") is not None
+
+
+def test_repeats_of_a_reading_are_believed() -> None:
+    like = [run(memory=1.0, graph=5) for _ in range(3)]
+    assert not assess([*like[:2], run(memory=1.4, graph=5)]).doubts, "of three readings, nobody knows which is wrong"
+    assert not assess([*like, *[run(memory=1.4, graph=5)] * 2]).doubts
+    assert not assess([*like, run(memory=1.09, graph=5)]).doubts, "within a tenth"
+
+
+def test_what_a_process_adds_on_a_cpu_does_not_widen_the_intervals_of_large_steps() -> None:
+    """Eight tiny networks of 0.1 MiB were read at 3 to 10 MiB. Each was a miss, by a factor of 50."""
+    tiny: Any = {"memory": Estimate(0.1 * MIB, 0.4)}
+    of_a_process = [replace(run(memory=0.06, graph=i), predicted=tiny) for i in range(8)]
+    on_a_cpu = [replace(one, device=replace(DEVICE, kind="cpu")) for one in of_a_process]
+    assert assess(of_a_process, study="s").widening["memory"] > 2 or assess(of_a_process, study="s").doubts
+    assert assess(on_a_cpu, study="s").widening["memory"] == pytest.approx(1.0, abs=0.02)
+    far = [replace(one, device=replace(DEVICE, kind="cpu")) for one in runs(8, sigma=0.5)]
+    assert assess(far).widening["memory"] > 2, "a large step that is far off is a miss there, too"

@@ -14,15 +14,16 @@ from typing import Any
 import pandas
 import pytest
 
+from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError, LogError
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore, Selection
-from perfguard.measure import Status
+from perfguard.measure import TOO_SLOW, Status
 from perfguard.record import columns_of
 from perfguard.repair import Repair
 from perfguard.summary import summarize
 from perfguard.verdict import Verdict
-from tests.perfguard.log_rows import CPU, DEVICE, LAUNCHED, MEASUREMENT, PRUNED, make_graph, record
+from tests.perfguard.log_rows import CPU, DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, PRUNED, make_graph, record
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,42 @@ def test_verdict_is_stored_once_and_in_one_schema(store: MeasurementStore, verdi
     for name, value in written.items():
         assert read[name] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value)
     assert set(read) == set(written)
+
+
+def test_history_is_what_risk_is_accounted_by(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    """Of one study: what ended on the guarded device, how it showed that it exceeds a budget, and what may still fail."""
+    doubtful = replace(LAUNCHED, limits=(Limit("memory", 950.0, PREDICTION.peak_memory),), accepted=0.98)
+    ended: list[tuple[Verdict, dict[str, Any]]] = [
+        (LAUNCHED, {"first_step_s": 2.0}),
+        (LAUNCHED, {"status": "oom", "total_time_s": 1.0}),
+        (replace(LAUNCHED, phase="the evaluation"), {"status": "oom", "total_time_s": 3.0}),
+        (LAUNCHED, {"peak_memory_bytes": 3000}),
+        (LAUNCHED, {"status": "timeout"}),
+        (LAUNCHED, {"note": TOO_SLOW}),
+        (LAUNCHED, {"step_time_s": 2.0}),
+        (LAUNCHED, {"status": "failed"}),
+        (LAUNCHED, {"total_time_s": float("nan")}),
+        (LAUNCHED, {"device_id": "cpu"}),  # it took no time of the device
+    ]
+    for number, (verdict, changes) in enumerate(ended):
+        decision_id = record(store, number, verdict, graph=graphs[number == 3], device=DEVICE)
+        store.record_measurement(decision_id, replace(MEASUREMENT, **changes))
+    for verdict in (PRUNED, LAUNCHED, doubtful):
+        record(store, 20, verdict, device=DEVICE)
+    record(store, 21, doubtful, device=DEVICE, study="other")
+    history = store.history("s")
+    assert [(trial.total_s, trial.exceeded) for trial in history.ended] == [
+        (30.0, None), (1.0, "in the step"), (3.0, "in a phase"), (30.0, "in the step"), (30.0, "by the pace"),
+        (30.0, "by the pace"), (30.0, "at the end"), (30.0, None), (0.0, None),
+    ]  # fmt: skip
+    assert history.ended[0].first_step_s == 2.0
+    (running,) = history.running
+    assert running.chance == pytest.approx(doubtful.p_violation)
+    assert running.shows == "in the step"
+    assert 0 <= running.age_s < 60
+    for number in range(2):
+        store.record_measurement(record(store, 30 + number, LAUNCHED, graph=graphs[1], device=DEVICE), MEASUREMENT)
+    assert store.history("s").ended[3].exceeded is None, "one reading of three is above the limit, by chance"
 
 
 def test_prune_removes_all_that_only_its_rows_need(store: MeasurementStore, graphs: list[OpGraph]) -> None:

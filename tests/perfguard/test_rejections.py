@@ -4,47 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from perfguard.guard import Guard, key_of_params
+from perfguard.guard import key_of_params
 from perfguard.rejections import Search
 from perfguard.verdict import Verdict
-from tests.doubles import ReplayPredictor
-from tests.perfguard.log_rows import DEVICE, PRUNED
-
-
-def make_guard() -> Guard:
-    return Guard(DEVICE, memory_budget="1GiB", log=False, predictor=ReplayPredictor())
+from tests.perfguard.log_rows import PRUNED
 
 
 def test_thousands_of_rejections_are_bounded_and_an_old_one_is_judged_as_new() -> None:
-    search, guard = Search(), make_guard()
+    search = Search()
     for number in range(5000):
-        assert search.recall(number, guard) is None
-        search.remember(number, PRUNED)
+        assert search.recall(number) is None
+        search.remember(number, PRUNED, params={})
     assert len(search.rejected) == 1024
     assert not search.any_repeated
-    assert search.recall(0, guard) is None, "forgotten, so it is judged again"
-    known = search.recall(4999, guard)
+    assert search.recall(0) is None, "forgotten, so it is judged again"
+    known = search.recall(4999)
     assert known is not None
     assert known.verdict is PRUNED
     assert search.any_repeated
 
 
 def test_one_that_is_proposed_for_ever_is_never_forgotten() -> None:
-    search, guard = Search(), make_guard()
-    search.remember("again", PRUNED)
+    search = Search()
+    search.remember("again", PRUNED, params={})
     for number in range(3000):
-        search.remember(number, PRUNED)
-        assert search.recall("again", guard) is not None
+        search.remember(number, PRUNED, params={})
+        assert search.recall("again") is not None
 
 
 def test_judged_twice_counts_as_repeated_and_a_launch_forgets() -> None:
     search = Search()
-    search.remember("a", PRUNED)
+    search.remember("a", PRUNED, params={})
     assert not search.any_repeated
-    before = search.remember("a", replace(PRUNED))
+    before = search.remember("a", replace(PRUNED), params={})
     assert before is not None
     assert search.any_repeated
-    search.remember("a", Verdict(action="launch", unjudged="it fits now"))
+    search.remember("a", Verdict(action="launch", unjudged="it fits now"), params={})
     assert len(search.rejected) == 0
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from perfguard import Guard, TensorSpec, Workload
 from perfguard.exceptions import ConfigurationError, WorkloadError
-from perfguard.repair import AS_PROPOSED, Repair, batch_size_of, largest_batch, with_batch_size
+from perfguard.repair import AS_PROPOSED, Repair, batch_size_of, find_repair, largest_batch, with_batch_size
 from tests import zoo
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -104,6 +104,23 @@ def test_accumulation_keeps_the_effective_batch() -> None:
     larger = min(size for size in range(micro + 1, 961) if 960 % size == 0)
     assert not judge._fits(workload(larger, accumulation=960 // larger))
     assert f"with micro-batch {micro} accumulated {accumulation} times it needs" in verdict.reason
+
+
+def test_smaller_divisors_are_tried_where_the_largest_one_fails_with_all_its_passes() -> None:
+    """The search has two passes, and a predictor may say more of eight. 12,500 of 100,000 fitted, and no remedy was found."""
+    tried = []
+
+    def fits(proposed: Workload) -> bool:
+        size, passes = batch_size_of(proposed), proposed.accumulation
+        tried.append((size, passes))
+        return size <= 32 and (passes == 2 or size <= 16)
+
+    found = find_repair(fits, workload(96), ("accumulation",), BARE_A100)
+    assert found is not None
+    repair, repaired = found
+    assert (repair.micro_batch_size, repair.accumulation) == (16, 6)
+    assert (batch_size_of(repaired), repaired.accumulation) == (16, 6)
+    assert tried[-3:] == [(32, 3), (24, 4), (16, 6)], "from the largest"
 
 
 def test_remedies_are_tried_in_the_order_given() -> None:

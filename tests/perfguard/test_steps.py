@@ -121,11 +121,12 @@ def test_first_trial_of_unknown_length_is_not_checked_and_says_so() -> None:
 
 @pytest.mark.filterwarnings("ignore::perfguard.exceptions.UnguardedTrialWarning")
 def test_wild_disagreement_is_judged_by_the_risk_as_any_other_doubt() -> None:
-    """At 1 to 10,000 epochs, 50 s predicted are no reason to launch into a minute, nor to call it hopeless."""
-    verdict = verdict_after([1, 100, 10_000], MeasurementStore(":memory:"), time_budget="1min")
-    (limit,) = [limit for limit in verdict.limits if limit.quantity == "time"]
-    assert 0.4 < limit.p_violation < 0.5
-    assert verdict.action == "prune"
+    """At 1 to 10,000 epochs, 50 s predicted fit a minute more likely than not, and are far from sure to."""
+    for risk, action in ((0.05, "launch"), (0, "prune")):
+        verdict = verdict_after([1, 100, 10_000], MeasurementStore(":memory:"), time_budget="1min", risk=risk)
+        (limit,) = [limit for limit in verdict.limits if limit.quantity == "time"]
+        assert 0.4 < limit.p_violation < 0.5
+        assert verdict.action == action
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 150), ("epochs", 350), ("Epochs", None), (None, None)])
