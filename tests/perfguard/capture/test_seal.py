@@ -14,6 +14,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard.capture.seal import RUNGS, Rung, Seal, explain, ladder, remove_scratch, sealed
+from perfguard.capture.seal import RUNGS, Rung, Seal, explain, ladder, linux, remove_scratch, sealed
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's rungs are Linux's"),
@@ -36,8 +37,18 @@ pytestmark = [
 KERNEL_RUNGS = RUNGS[:2]
 
 
-def in_seal(rung: str | None, run: Callable[[Seal], object], *, within_s: float = 20.0, **settings: Any) -> tuple[int, str]:
-    """Run ``run`` in a process sealed by ``rung``, or by the strongest. Return its status, and what it returns or raises."""
+def in_seal(
+    rung: str | None,
+    run: Callable[[Seal], object],
+    *,
+    before: Callable[[], object] = lambda: None,
+    within_s: float = 20.0,
+    **settings: Any,
+) -> tuple[int, str]:
+    """Run ``run`` in a process sealed by ``rung``, or by the strongest. Return its status, and what it returns or raises.
+
+    ``before`` prepares the system of that process alone.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -47,6 +58,7 @@ def in_seal(rung: str | None, run: Callable[[Seal], object], *, within_s: float 
             signal.alarm(int(within_s))
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, 2)
+            before()
             with sealed(keep=[write], **settings) as seal:
                 try:
                     assert rung in (None, seal.rung)
@@ -305,8 +317,6 @@ def test_nothing_is_left_in_temporary_folders(rung: Rung, tmp_path: Path, monkey
     before = set(os.listdir("/dev/shm"))
 
     def attack(seal: Seal) -> None:
-        import tempfile
-
         tempfile.mkdtemp()
         Path(tempfile.gettempdir(), "new").write_text("x")
         multiprocessing.get_context("fork").Lock()
@@ -480,8 +490,6 @@ def test_a_working_folder_that_was_removed_stays_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
 def test_a_system_that_refuses_namespaces_has_the_next_rung(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from perfguard.capture.seal import linux
-
     own = linux.call
 
     def call(name: str, *args: object) -> int:
@@ -496,6 +504,52 @@ def test_a_system_that_refuses_namespaces_has_the_next_rung(number: int, folder:
     monkeypatch.setattr(linux, "call", call)
     before = state(folder)
     assert in_seal(None, attack) == (0, "landlock")
+    assert state(folder) == before
+
+
+def in_a_system_of_its_own(change: Callable[[], object]) -> None:
+    """Change what is mounted, for this process alone."""
+    linux.call("unshare", linux.NEW_MOUNTS)
+    linux.mount(None, "/", flags=linux.RECURSIVE | linux.SLAVE)
+    change()
+
+
+needs_root = pytest.mark.skipif(
+    sys.platform == "linux" and os.geteuid() != 0, reason="only root may mount in the namespace of the system"
+)
+
+
+@needs_root
+@pytest.mark.parametrize(("rung", "may_write"), [("namespaces", True), ("landlock", False), ("python", False)])
+def test_a_system_that_can_only_be_read_is_sealed_too(rung: Rung, may_write: bool, folder: Path) -> None:
+    def write(seal: Seal) -> str:
+        assert (folder / "best.pt").read_bytes().startswith(b"precious")
+        try:
+            overwrite(folder / "best.pt")
+        except OSError:
+            return "refused"
+        return "written"
+
+    before = state(folder)
+    found = in_seal(rung, write, before=lambda: in_a_system_of_its_own(lambda: linux.make_read_only("/")))
+    assert found == (0, "written" if may_write else "refused")
+    assert state(folder) == before
+
+
+@needs_root
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_full_temporary_folder_is_no_error_of_the_seal(rung: Rung, folder: Path, tmp_path_factory: Any) -> None:
+    full = tmp_path_factory.mktemp("full")
+
+    def mount_and_fill() -> None:
+        linux.mount("tmpfs", str(full), "tmpfs", options="size=64k")
+        tempfile.tempdir = str(full)
+        with suppress(OSError):
+            (full / "all").write_bytes(bytes(2**20))
+
+    before = state(folder)
+    status, said = in_seal(rung, lambda seal: "read", before=lambda: in_a_system_of_its_own(mount_and_fill))
+    assert (status, said) == (0, "read")
     assert state(folder) == before
 
 
