@@ -192,13 +192,14 @@ def snapshot_of(trial: optuna.Trial) -> Callable[[str], Any]:
     for name in _OF_STORAGE:
         try:
             taken[name] = facts.of(name)
-        except Exception as error:
+        except Exception as error:  # its traceback would keep alive what the frames of the objective hold
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             taken[name] = error
 
     def fact(name: str) -> Any:
         found = taken.get(name)
         if isinstance(found, Exception):
-            raise found
+            raise copy.copy(found)
         return facts.of(name) if name not in taken else found
 
     return fact
