@@ -203,7 +203,7 @@ def pretend_session(facts: Facts | None = None) -> None:
         raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
 
     for remote in (actor.ActorClass, remote_function.RemoteFunction):  # before anything of them is sent to the cluster
-        remote._remote = refuse  # type: ignore[assignment, method-assign]
+        remote._remote = refuse  # type: ignore[method-assign]
     internal_kv.global_gcs_client = None  # what Ray notes of its use, for instance, would wait for the cluster for ever
     with suppress(ImportError):
         from ray.train.v2.torch.torch_trainer import TorchTrainer

@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -159,6 +160,16 @@ def kill_tree(process: int, *, most_s: float = 10.0) -> None:
             time.sleep(0.001)
 
 
+def end_orphans() -> None:
+    """End what a child that has ended has left to this process, which has adopted it."""
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            each.kill()
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def limit_stalls(pipe: Any, *, most_s: float = 10.0) -> None:
     """Let a read or a write raise an OSError if the other side stops for ``most_s`` seconds in the middle of a message."""
     seconds = struct.pack("ll", int(most_s), 0)
@@ -216,7 +227,7 @@ def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: 
 
 def _end_soon(*, most_s: float = 2.0) -> None:
     """End this process in ``most_s`` seconds, if the objective does not unwind until then."""
-    if hasattr(signal, "setitimer"):  # Windows has none
+    if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():  # Windows has none
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, most_s)
 

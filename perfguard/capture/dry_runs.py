@@ -38,13 +38,14 @@ from perfguard.capture.child import (
     can_fork,
     child_sealed,
     dry_run,
+    end_orphans,
     fork,
     kill_tree,
     limit_stalls,
     silence_output,
 )
 from perfguard.capture.remembered import Remembered
-from perfguard.capture.seal import remove_scratch
+from perfguard.capture.seal import adopt_orphans, remove_scratch
 from perfguard.capture.spawned import Spawned
 from perfguard.exceptions import CaptureError
 
@@ -292,6 +293,7 @@ def _serve(
 
         torch.set_num_threads(1)  # the threads of the process before have not come along
         gc.freeze()
+        adopt_orphans()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while os.getppid() == parent:
             if not pipe.poll(1.0):  # other processes may hold the other end open
@@ -307,7 +309,7 @@ def _serve(
                     dry_run(pipe, number, objective, device, spares=spares, seal=seal)
                 os._exit(HAS_SENT)
             problem = await_child(child, most_s, most_bytes, parent)
-            os.killpg(0, signal.SIGTERM)  # processes that the objective has started
+            end_orphans()  # processes that the objective has started
             remove_scratch(child)
             if problem:
                 pipe.send((number, "failed", CaptureError(problem)))

@@ -202,7 +202,9 @@ class FirstForward:
         found: list[CapturedTrial | Exception] = []
 
         def wait(seconds: float) -> None:
-            if not found and pipe.poll(seconds):
+            if found:
+                time.sleep(seconds)
+            elif pipe.poll(seconds):
                 with suppress(EOFError, OSError):
                     found.append(pipe.recv())
 

@@ -92,7 +92,8 @@ class Spawned:
             with self._process.stdin as given, self._process.stdout as said:  # type: ignore[union-attr]
                 pickle.dump((sys.path, sys.argv, key, network), given)
                 given.flush()
-                self.pipe: Connection = Client(("127.0.0.1", int(_first_line(said))), authkey=key)
+                address = "127.0.0.1", int(_within(said.readline))
+                self.pipe: Connection = _within(lambda: Client(address, authkey=key))
             limit_stalls(self.pipe)
             self.pipe.send(load)
         except (OSError, EOFError, TypeError, ValueError) as error:  # Python is embedded, for instance
@@ -138,18 +139,28 @@ class Spawned:
         remove_scratch(self.pid)
 
 
-def _first_line(stream: Any, *, most_s: float = 60.0) -> bytes:
-    """Return the first line that a process says.
+def _within(call: Callable[[], Any], *, most_s: float = 60.0) -> Any:
+    """Return what ``call`` returns, which waits for the process.
 
     Raises:
-        TimeoutError: if it says none for ``most_s`` seconds.
+        TimeoutError: if the process does not answer for ``most_s`` seconds.
     """
-    found: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=lambda: found.put(stream.readline()), daemon=True).start()
+    found: SimpleQueue[Any] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            found.put(call())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=answer, daemon=True).start()
     try:
-        return found.get(timeout=most_s)
+        answered = found.get(timeout=most_s)
     except Empty:
-        raise TimeoutError(f"it says nothing for {most_s:g} s") from None
+        raise TimeoutError(f"it does not answer for {most_s:g} s") from None
+    if isinstance(answered, Exception):
+        raise answered
+    return answered
 
 
 def _settings() -> list[tuple[Any, ...]]:

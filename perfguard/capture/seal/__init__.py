@@ -10,8 +10,18 @@ On all rungs, what the process has inherited becomes its own (`inherited.py`), t
 are small (`weights.py`), and programs that it starts are limited (`programs.py`).
 """
 
-from perfguard.capture.seal.inherited import leave_databases
+from perfguard.capture.seal.inherited import adopt_orphans, leave_databases
 from perfguard.capture.seal.ladder import RUNGS, Rung, Seal, explain, remove_scratch, sealed
 from perfguard.capture.seal.programs import StartsTrainingError
 
-__all__ = ["RUNGS", "Rung", "Seal", "StartsTrainingError", "explain", "leave_databases", "remove_scratch", "sealed"]
+__all__ = [
+    "RUNGS",
+    "Rung",
+    "Seal",
+    "StartsTrainingError",
+    "adopt_orphans",
+    "explain",
+    "leave_databases",
+    "remove_scratch",
+    "sealed",
+]

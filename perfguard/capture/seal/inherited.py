@@ -26,14 +26,14 @@ def leave_databases() -> None:
         engine.dispose(close=False)
 
 
-def leave_files(keep: Collection[int]) -> None:
+def leave_files(keep: Collection[int], *, may_write: bool) -> None:
     """Open each file anew, and talk over no socket and no pipe but those to ``keep``.
 
-    A file that was open for writing is opened by its path, so the seal decides what is written. Where the seal refuses it, it can
-    still be read.
+    A file that was open for writing can still be read.
 
     Args:
         keep: descriptors that stay as they are.
+        may_write: open files for writing too, by their paths, where the kernel makes a private copy of what is written.
     """
     descriptors = Path("/proc/self/fd")  # Linux
     if not hasattr(os, "fork") or not descriptors.is_dir():
@@ -42,17 +42,17 @@ def leave_files(keep: Collection[int]) -> None:
     for descriptor in [int(each.name) for each in descriptors.iterdir()]:
         if descriptor not in (0, 1, 2, null, *keep):
             with suppress(OSError):  # it is closed by now
-                _leave(descriptor, null)
+                _leave(descriptor, null, may_write)
     os.close(null)
 
 
-def _leave(descriptor: int, null: int) -> None:
+def _leave(descriptor: int, null: int, may_write: bool) -> None:
     import fcntl
 
     mode = os.fstat(descriptor).st_mode
     own = null
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        own = _opened_anew(descriptor, fcntl.fcntl(descriptor, fcntl.F_GETFL), null)
+        own = _opened_anew(descriptor, fcntl.fcntl(descriptor, fcntl.F_GETFL), null, may_write)
     elif stat.S_ISCHR(mode) and not os.isatty(descriptor):
         return
     os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
@@ -60,9 +60,10 @@ def _leave(descriptor: int, null: int) -> None:
         os.close(own)
 
 
-def _opened_anew(descriptor: int, flags: int, null: int) -> int:
+def _opened_anew(descriptor: int, flags: int, null: int, may_write: bool) -> int:
     """Open the file of ``descriptor`` once more, at the same position. A copy would share the position."""
-    own = _opened_by_path(descriptor, flags & (os.O_ACCMODE | os.O_APPEND | os.O_DIRECTORY | os.O_PATH))
+    kept_flags = flags & (os.O_ACCMODE | os.O_APPEND | os.O_DIRECTORY | os.O_PATH)
+    own = _opened_by_path(descriptor, kept_flags) if may_write or flags & os.O_DIRECTORY else None
     if own is None and (flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_DIRECTORY):
         return null
     if own is None:

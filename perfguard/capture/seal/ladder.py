@@ -19,7 +19,7 @@ import psutil
 import perfguard.capture.seal.linux as linux
 from perfguard.capture.seal.audit import refuse_changes
 from perfguard.capture.seal.inherited import adopt_orphans, leave_files, leave_shared_memory
-from perfguard.capture.seal.landlock import close_network, landlock_version, restrict
+from perfguard.capture.seal.landlock import filter_calls, landlock_version, restrict
 from perfguard.capture.seal.programs import Programs
 from perfguard.capture.seal.redirect import Redirect
 from perfguard.capture.seal.semaphores import share_without_files
@@ -34,8 +34,8 @@ _VARIABLE = "PERFGUARD_SEAL"
 """Names the strongest rung to try, for a system on which a stronger one is in the way."""
 _SCRATCH = "perfguard-dry-run-"
 """Begin of the name of a folder for what a process writes, which ends with the number of the process."""
-_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self")
-"""What may be written besides: it keeps nothing, or belongs to the process."""
+_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/ptmx", "/dev/pts", "/proc/self", "/dev/kfd", "/dev/dri")
+"""What may be written besides: it keeps nothing, belongs to the process, or is a GPU, as `/dev/nvidia*` are."""
 _MOST_SHARE = 0.25
 """The share of the free memory that written files may take on a memory file system."""
 
@@ -66,7 +66,7 @@ def sealed(*, keep: Collection[int] = (), network: bool = False, most_bytes: int
     """
     adopt_orphans()
     rung = _climb(network=network, most_bytes=min(most_bytes, int(_MOST_SHARE * psutil.virtual_memory().available)))
-    leave_files(keep)
+    leave_files(keep, may_write=rung == "namespaces")
     leave_shared_memory()
     switch_off_trackers()
     save_weights_small()
@@ -93,9 +93,9 @@ def _climb(*, network: bool, most_bytes: int) -> Rung:
     scratch = _make_scratch()
     if "landlock" in allowed and landlock_version():
         with suppress(OSError):
-            restrict([*filter(os.path.exists, _WRITABLE), *([scratch] if scratch else [])], network=network)
-            if not network:
-                close_network()
+            writable = [*filter(os.path.exists, _WRITABLE), *map(str, Path("/dev").glob("nvidia*"))]
+            restrict([*writable, *([scratch] if scratch else [])], network=network)
+            filter_calls(network=network)
             _redirect(scratch, most_bytes)
             if scratch is not None:
                 share_without_files(scratch)
@@ -131,7 +131,10 @@ def _scratch_folders(process: int) -> list[Path]:
     places = ["/dev/shm"]
     with suppress(FileNotFoundError):
         places.insert(0, tempfile.gettempdir())
-    return [Path(place) / f"{_SCRATCH}{process}" for place in places]
+    numbered_by = 0  # containers that share a folder count their processes by themselves
+    with suppress(OSError):
+        numbered_by = os.stat("/proc/self/ns/pid").st_ino
+    return [Path(place) / f"{_SCRATCH}{numbered_by}-{process}" for place in places]
 
 
 def wait_for_no_network(*, most_s: float = 0.05) -> None:

@@ -94,6 +94,11 @@ def _allow(ruleset: int, path: str, changes: int) -> None:
 
 _SYSTEM = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 """By processor: its number (linux/audit.h), and that of socket(2)."""
+_CHANGES_OF_MARKS = {
+    "x86_64": (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452),
+    "aarch64": (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452),
+}
+"""By processor: the numbers of all forms of chmod, chown, utime, setxattr and removexattr, which Landlock does not know."""
 _LOAD = 0x20
 _JUMP_IF_EQUAL = 0x15
 _RETURN = 0x06
@@ -113,22 +118,35 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def close_network() -> None:
-    """Let this process make no socket, whatever is asked for: a pair of sockets, of its own, is all that is left.
+def filter_calls(*, network: bool) -> None:
+    """Let this process change no mode, owner, time and extended attribute of a file, and make no socket.
+
+    A pair of sockets, of its own, is all that is left of the network.
+
+    Args:
+        network: allow sockets.
 
     Raises:
         OSError: if the kernel has no seccomp.
     """
     architecture, make_socket = _SYSTEM[platform.machine()]
-    steps = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_JUMP_IF_EQUAL, 0, 4, architecture),  # else, allow
-        (_LOAD, 0, 0, _NUMBER),
+    marks = _CHANGES_OF_MARKS[platform.machine()]
+    sockets = [
         (_JUMP_IF_EQUAL, 0, 2, make_socket),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_JUMP_IF_EQUAL, 0, 1, _NETLINK),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _FAIL | errno.ENETUNREACH),
+    ]
+    allows = [(_RETURN, 0, 0, _ALLOW)] if network else sockets
+    steps = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_IF_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _ALLOW),  # of another processor, which is emulated
+        (_LOAD, 0, 0, _NUMBER),
+        *((_JUMP_IF_EQUAL, len(marks) - at + len(allows) - 1, 0, number) for at, number in enumerate(marks)),
+        *allows,
+        (_RETURN, 0, 0, _FAIL | errno.EROFS),
     ]
     program = _Program(len(steps), b"".join(struct.pack("HBBI", *step) for step in steps))
     linux.prctl(linux.NO_NEW_PRIVILEGES, 1)

@@ -16,6 +16,8 @@ BIND = 0x1000
 RECURSIVE = 0x4000
 SLAVE = 0x80000
 """Flags of mount(2) (linux/mount.h)."""
+DETACH = 2
+"""MNT_DETACH of umount2(2)."""
 NO_NEW_PRIVILEGES = 38
 SECCOMP = 22
 DIE_WITH_PARENT = 1

@@ -22,6 +22,7 @@ import sqlite3
 import sqlite3.dbapi2
 import stat
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -67,7 +68,12 @@ class Redirect:
         for module in (os, sys.modules[os.name]):  # they are pickled by their names in the second
             for name, function in instead.items():
                 setattr(module, name, function)
+        for closer in vars(tempfile._TemporaryFileCloser).values():  # type: ignore[attr-defined]  # it has taken os.unlink for itself
+            defaults = getattr(closer, "__defaults__", None) or ()
+            if real["unlink"] in defaults:
+                closer.__defaults__ = tuple(os.unlink if default is real["unlink"] else default for default in defaults)
         builtins.open = io.open = self._opening(io.open)
+        tarfile.bltn_open = builtins.open  # type: ignore[attr-defined]  # it has taken it for itself
         sqlite3.connect = sqlite3.dbapi2.connect = self._connecting(sqlite3.connect)
         tempfile.tempdir = os.path.join(self._scratch, "tmp")
         self._real["mkdir"](tempfile.tempdir)
@@ -136,9 +142,10 @@ class Redirect:
         found = self._absolute(path)
         if found is None:
             return path
-        if self._free_bytes() < self._least_free_bytes:
-            raise _error(errno.ENOSPC, path)
         own = self._own(found)
+        copied_bytes = self._real["stat"](found).st_size if keeps and self._is_real(found) and not self._is_there(own) else 0
+        if self._free_bytes() - copied_bytes < self._least_free_bytes:
+            raise _error(errno.ENOSPC, path)
         if self._is_there(own):
             return own
         is_real = self._is_real(found)
@@ -168,7 +175,11 @@ class Redirect:
     def _writing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def write(path: Path, *args: Any, **kwargs: Any) -> Any:
-            return own(self._to_write(path, keeps=True, makes=False), *args, **kwargs)
+            if own.__name__ == "truncate":
+                own(self._to_write(path, keeps=True, makes=False), *args, **kwargs)
+                return
+            with suppress(OSError):  # the kernel allows no change of modes, owners and times
+                own(self._to_write(path, keeps=True, makes=False), *args, **kwargs)
 
         return write
 
@@ -272,7 +283,8 @@ class Redirect:
 
         return link
 
-    def _names(self, path: Path) -> list[Any]:
+    def _names(self, path: Path | None) -> list[Any]:
+        path = "." if path is None else path
         found = self._absolute(path)
         if found is None:
             return list(self._real["listdir"](path))
@@ -286,11 +298,12 @@ class Redirect:
             names.update(name for name in real if not self._is_hidden(os.path.join(found, name)))
         return sorted(names)
 
-    def _listdir(self, path: Path = ".") -> list[Any]:
+    def _listdir(self, path: Path | None = ".") -> list[Any]:
         names = self._names(path)
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
-    def _scandir(self, path: Path = ".") -> Any:
+    def _scandir(self, path: Path | None = ".") -> Any:
+        path = "." if path is None else path
         if self._absolute(path) is None:
             return self._real["scandir"](path)
         folder: Any = path if isinstance(path, bytes) else os.fspath(path)  # type: ignore[arg-type]
@@ -298,7 +311,7 @@ class Redirect:
 
 
 _READING = ("stat", "lstat", "readlink", "statvfs")
-_WRITING = ("truncate", "chmod", "utime", "chown")
+_WRITING = ("truncate", "chmod", "utime", "chown", "lchown", "setxattr", "removexattr")
 _OTHERS = (
     "access", "chdir", "link", "listdir", "mkdir", "open", "remove", "rename", "replace", "rmdir", "scandir", "symlink", "unlink",
 )  # fmt: skip

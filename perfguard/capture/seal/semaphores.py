@@ -13,10 +13,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _RECURSIVE = 0
 """Kind of a lock that its owner may take again (multiprocessing.synchronize.RECURSIVE_MUTEX)."""
+
+
+class _NotSent:
+    """What names a semaphore to other processes: those that were forked have it, and to others it cannot be sent."""
+
+    def __reduce__(self) -> NoReturn:
+        raise OSError("A dry run cannot share a semaphore with a process that is spawned here. Use the start method 'fork'.")
 
 
 class Semaphore:
@@ -32,11 +39,12 @@ class Semaphore:
     SEM_VALUE_MAX = 2**31 - 1
     """SEM_VALUE_MAX of glibc (limits.h)."""
     name = None
+    handle = _NotSent()
 
     def __init__(self, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> None:
         self.kind = kind
         self.maxvalue = maxvalue
-        self.handle = os.eventfd(value, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._descriptor = os.eventfd(value, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_taken = 0
         self._owner: int | None = None
 
@@ -50,14 +58,14 @@ class Semaphore:
             left_s = 0.0 if not block else None if ends_at is None else ends_at - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return False
-            select.select([self.handle], [], [], left_s)
+            select.select([self._descriptor], [], [], left_s)
         self._num_taken += 1
         self._owner = threading.get_ident()
         return True
 
     def _take(self) -> bool:
         with suppress(BlockingIOError):
-            os.eventfd_read(self.handle)
+            os.eventfd_read(self._descriptor)
             return True
         return False
 
@@ -72,7 +80,7 @@ class Semaphore:
         elif self._get_value() >= self.maxvalue:
             raise ValueError("semaphore or lock released too many times")
         self._num_taken -= 1
-        os.eventfd_write(self.handle, 1)
+        os.eventfd_write(self._descriptor, 1)
 
     def _count(self) -> int:
         return self._num_taken
@@ -81,7 +89,7 @@ class Semaphore:
         return self._num_taken > 0 and self._owner == threading.get_ident()
 
     def _get_value(self) -> int:
-        lines = Path(f"/proc/self/fdinfo/{self.handle}").read_text().splitlines()
+        lines = Path(f"/proc/self/fdinfo/{self._descriptor}").read_text().splitlines()
         return next(int(line.split()[1], 16) for line in lines if line.startswith("eventfd-count"))
 
     def _is_zero(self) -> bool:

@@ -46,12 +46,33 @@ def enter_view(*, network: bool, most_bytes: int) -> None:
         raise OSError(errno.EINVAL, "a process with several threads cannot change its view")
     here = _working_folder()
     is_privileged = _unshare(network)
+    if here is not None and not is_privileged:
+        _check_owner(here)
     linux.mount(None, "/", flags=linux.RECURSIVE | linux.SLAVE)
+    try:
+        _make_view(here, _Cover(is_privileged=is_privileged), most_bytes)
+    except OSError:
+        with suppress(OSError):
+            linux.call("umount2", _SCRATCH.encode(), linux.DETACH)
+        raise
+    if not network:
+        _bring_loopback_up()
+    if not is_privileged and os.getuid():
+        linux.drop_capabilities()  # so that the modes of files hold, as they do outside
+
+
+def _check_owner(folder: str) -> None:
+    """Raise an OSError if new files cannot be made in ``folder``: overlayfs copies no owner that this namespace does not have."""
+    found = os.stat(folder)
+    if (found.st_uid, found.st_gid) != (os.getuid(), os.getgid()):
+        raise OSError(errno.EOVERFLOW, f"{folder} has another owner or group than this process")
+
+
+def _make_view(here: str | None, cover: _Cover, most_bytes: int) -> None:
     system = {name: os.open(f"/{name}", os.O_PATH | os.O_CLOEXEC) for name in ("proc", "sys", "dev")}
     linux.mount("tmpfs", _SCRATCH, "tmpfs", options=f"size={most_bytes},mode=0755")
     root = f"{_SCRATCH}/root"
     os.mkdir(root)
-    cover = _Cover(is_privileged=is_privileged)
     for name in os.listdir("/"):
         if name not in system:
             cover.path(f"/{name}", f"{root}/{name}")
@@ -59,16 +80,22 @@ def enter_view(*, network: bool, most_bytes: int) -> None:
         os.mkdir(f"{root}/{name}")
         linux.mount(f"/proc/self/fd/{descriptor}", f"{root}/{name}", flags=linux.BIND | linux.RECURSIVE)
         os.close(descriptor)
+    _refuse_sockets(f"{root}/dev")
+    for name in ("dev", "sys"):
+        linux.make_read_only(f"{root}/{name}")  # devices can be written to all the same
     if os.path.isdir("/dev/shm"):
         cover.overlay("/dev/shm", f"{root}/dev/shm")
     if here is not None and any(here == shown or here.startswith(f"{shown}/") for shown in cover.shown):
         raise OSError(errno.EOPNOTSUPP, f"the file system of {here} cannot be covered")
     os.chroot(root)
     _go_to(here)
-    if not network:
-        _bring_loopback_up()
-    if not is_privileged and os.getuid():
-        linux.drop_capabilities()  # so that the modes of files hold, as they do outside
+
+
+def _refuse_sockets(folder: str) -> None:
+    """Lay the null device over each socket, such as that of the system's log."""
+    for entry in os.scandir(folder):
+        if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+            linux.mount(os.devnull, entry.path, flags=linux.BIND)
 
 
 def _unshare(network: bool) -> bool:

@@ -82,7 +82,7 @@ class Bell:
 @pytest.fixture
 def bell(monkeypatch: pytest.MonkeyPatch) -> Bell:
     bell, leave_files = Bell(), inherited.leave_files
-    monkeypatch.setattr(ladder, "leave_files", lambda keep: leave_files([*keep, bell._write]))
+    monkeypatch.setattr(ladder, "leave_files", lambda keep, **settings: leave_files([*keep, bell._write], **settings))
     return bell
 
 

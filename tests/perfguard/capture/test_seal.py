@@ -560,3 +560,30 @@ def test_very_many_mounts_are_left_to_the_next_rung(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(view._Cover.__init__, "__kwdefaults__", {"most_mounts": 10})
     status, said = in_seal(None, lambda seal: seal.rung)
     assert (status, said) == (0, "landlock")
+
+
+# --- What programs do to modes, and who dies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", KERNEL_RUNGS)
+@pytest.mark.parametrize(
+    "command",
+    ["chmod 600 best.pt", "touch -d 2001-01-01 best.pt", "chown 12 best.pt", "ln best.pt hard", "echo x > /dev/of_ours"],
+)
+def test_a_program_changes_no_mode_time_and_owner(rung: Rung, command: str, folder: Path) -> None:
+    before = state(folder)
+    in_seal(rung, lambda seal: subprocess.run(["sh", "-c", f"cd {folder}; {command}"], capture_output=True))
+    assert state(folder) == before
+    assert not Path("/dev/of_ours").exists()
+
+
+def test_a_file_that_was_open_before_is_not_copied(folder: Path, stack: ExitStack) -> None:
+    """A log of many gigabytes would fill the disk in each dry run."""
+    log = stack.enter_context((folder / "best.pt").open("ab", buffering=0))
+
+    def attack(seal: Seal) -> str:
+        with suppress(OSError):
+            log.write(b"x")
+        return str([path.name for path in Path(tempfile.gettempdir()).rglob("best.pt")])
+
+    assert in_seal("landlock", attack) == (0, "[]")

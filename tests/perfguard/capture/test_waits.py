@@ -185,7 +185,7 @@ def test_an_objective_unwinds_where_its_next_answers_are_known(
 ) -> None:
     """Whatever it would close, or give back, it closes and gives back."""
     read, write = os.pipe()
-    monkeypatch.setattr(ladder, "leave_files", lambda keep: inherited.leave_files([*keep, write]))
+    monkeypatch.setattr(ladder, "leave_files", lambda keep, **settings: inherited.leave_files([*keep, write], **settings))
 
     def objective(ask: Ask) -> None:
         try:
@@ -235,6 +235,19 @@ def test_a_program_that_trains_ends_the_dry_run_and_is_not_started_again(dry: Ca
         assert time.monotonic() - began < 60
     finally:
         runs.close()
+
+
+@pytest.mark.parametrize("fate", [leave, crash, refuse_to_end], ids=lambda fate: fate.__name__)
+def test_a_daemon_of_a_dry_run_that_dies_is_ended(fate: Callable[[], None], dry: Callable[..., DryRuns]) -> None:
+    mark = f"3{os.getpid()}.5"
+
+    def objective(ask: Ask) -> None:
+        subprocess.Popen(["sleep", mark], start_new_session=True)
+        fate()
+
+    with pytest.raises(CaptureError):
+        dry(objective).capture(no_params)
+    assert mark not in subprocess.run(["ps", "axww", "-o", "args"], check=False, capture_output=True, text=True).stdout
 
 
 def test_a_program_that_prepares_is_no_program_that_trains(dry: Callable[..., DryRuns], tmp_path: Path) -> None:
