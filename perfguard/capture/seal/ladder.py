@@ -169,7 +169,13 @@ def explain(error: BaseException, seal: Seal) -> str:
     return ". A dry run may change no file here" if is_refused else ""
 
 
-_NO_NETWORK = (os.strerror(errno.ENETUNREACH), os.strerror(errno.ECONNREFUSED), "name resolution", "Name or service not known")
+_NO_NETWORK = (
+    os.strerror(errno.ENETUNREACH),
+    os.strerror(errno.ECONNREFUSED),
+    "name resolution",
+    "Name or service not known",
+    "connection is bad",
+)
 """What errors say that follow from a closed network."""
 
 

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -255,7 +256,9 @@ def test_a_program_that_prepares_is_no_program_that_trains(dry: Callable[..., Dr
 
     def objective(ask: Ask) -> None:
         done = subprocess.run(["sh", "-c", f"echo 4 > {tmp_path}/width"], check=False, stderr=subprocess.DEVNULL)
-        train(int((tmp_path / "width").read_text()) if done.returncode == 0 else 4)
+        has_view = isinstance(os.open, types.BuiltinFunctionType)  # else Python's functions are redirected
+        assert done.returncode == 0 or not has_view
+        train(int((tmp_path / "width").read_text()) if has_view else 4)
 
     assert dry(objective).capture(no_params).unseen == ""
     assert list(tmp_path.iterdir()) == []
