@@ -41,7 +41,7 @@ from perfguard.exceptions import (
 from perfguard.last_used import LastUsed
 from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.own_runs import judged_by
-from perfguard.physics import HOPELESS, LeastMemory, least_reading
+from perfguard.physics import HOPELESS, LeastMemory, least_reading, scatter_of_readings
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused
 from perfguard.quantities import format_dollars, format_seconds
@@ -276,7 +276,9 @@ class Guard:
             steps_log_sigma: standard deviation of their logarithm. 0: they are known.
         """
         with self._lock:
-            prediction = self.predictor.predict(graph, self.device, steps=steps).widened(self._assessment.widening)
+            prediction = self.predictor.predict(graph, self.device, steps=steps)
+            scatter = scatter_of_readings(prediction.peak_memory.median, self.device.kind)
+            prediction = prediction.widened(self._assessment.widening, least_memory_log_sigma=scatter)
         total_time = prediction.total_time
         prediction = replace(prediction, total_time=total_time and total_time.scaled(1.0, log_sigma=steps_log_sigma))
         return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
