@@ -67,6 +67,8 @@ class Entry:
     earlier_time_s: float = 0.0
     """Measured in those starts."""
     earlier_steps: int = 0
+    resumes: bool = False
+    """Whether its latest start goes on from a checkpoint. Then it may have nothing left to do, and to report."""
     spent_s: float = 0.0
     """Measured in all starts before the latest, also where the trial begins anew."""
     how_ends: HowEnded = _OK
@@ -139,6 +141,7 @@ class Entry:
             self.earlier_steps = 0
             self.earlier = {}
             self.started_at = None
+        self.resumes = from_checkpoint
         self.report = {}
         self.begun_at = time.time()
         self.started_at = self.started_at or self.begun_at
@@ -302,7 +305,8 @@ class Ledger:
             session.end_unjudged(entry.config)
         if not entry.reported and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
-            self._warn_of_silence()
+            if not entry.resumes:
+                self._warn_of_silence()
         try:
             difference = receive(trial_id, "difference") if was_asked else None
             if was_asked:

@@ -9,11 +9,13 @@ import copy
 import functools
 import operator
 from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.tune.experiment import Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
+from ray.tune.search.search_generator import SearchGenerator
 from ray.tune.search.util import _set_search_properties_backwards_compatible
 from ray.tune.search.variant_generator import assign_value, format_vars, generate_variants, parse_spec_vars
 from ray.tune.utils import merge_dicts
@@ -436,6 +438,16 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         state = _load_newest_checkpoint(dirpath, self.CKPT_FILE_TMPL.format("*"))
         if state is not None:
             self.set_state(state)
+
+
+def saved_ledger(folder: Path) -> Mapping[str, Any] | None:
+    """Return the state of the ledger that Tune has saved last in the ``folder`` of a run. None: this machine has none."""
+    for template in (PerfGuardVariantGenerator.CKPT_FILE_TMPL, SearchGenerator.CKPT_FILE_TMPL):
+        saved = _load_newest_checkpoint(str(folder), template.format("*"))
+        if saved is not None:
+            search = saved.get(f"name:{PerfGuardSearcher.__name__}", saved)
+            return search.get("ledger")  # type: ignore[no-any-return]
+    return None
 
 
 def _check_at_least_one(name: str, value: int) -> None:
