@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,6 +124,28 @@ def test_trial_without_a_dry_run_waits_for_its_verdict_and_counts_once(width: in
     assert session.verdict.action == action
     assert session.search.num_launched + session.search.num_rejected == 1
     assert session.dry_runs.set_up_s == [7.0]
+
+
+def test_trial_that_was_rejected_late_does_not_start_again_before_another_has_ended() -> None:
+    """Its set-up has been paid for once. In Optuna, each proposal of it paid again."""
+    problem, params = CaptureError("the set-up needs values"), {"width": 4096}
+    session = session_of()
+    session.dry_runs = ShowsNothing()
+    session.problem = problem
+    session.judge_late(workload(4096), params, set_up_s=7.0)  # type: ignore[arg-type]
+    again = replace(session, decision=None, dry_runs=ShowsNothing())
+    assert again.judge(problem, params, key=again.guard.key_of(problem, params), may_wait=True) is not None
+    assert again.is_rejected
+    again.search.num_ended += 1
+    assert again.judge(problem, params, key=again.guard.key_of(problem, params), may_wait=True) is None
+
+
+def test_session_is_pickled_without_its_guard() -> None:
+    """Ray saves its sessions with the run. The guard goes with the Tuner."""
+    session = judged(session_of(), workload(4096))
+    restored = pickle.loads(pickle.dumps(session))
+    restored.go_on(session.guard, session.search, None)
+    assert restored == session
 
 
 def test_trial_that_may_not_wait_is_launched_with_the_cause() -> None:
