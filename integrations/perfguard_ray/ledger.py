@@ -99,7 +99,7 @@ class Entry:
     @property
     def has_no_result(self) -> bool:
         """Whether PerfGuard has ended the trial before its end, so that its latest result is none for the search."""
-        return (self.rejected and self.begun_at is None) or self.how_ends.status == "timeout"
+        return (self.rejected and self.begun_at is None) or self.how_ends.status in ("timeout", "oom")
 
     @property
     def reported(self) -> Mapping[str, Any]:
@@ -295,6 +295,7 @@ class Ledger:
         self.finish(trial_id, HowEnded("oom", note))
         proposed = {name: value for name, value in config.items() if name != REPAIR_KEY}
         if not session.try_again(self.found(proposed), proposed):
+            self.entries[trial_id] = Entry(session, config, how_ends=HowEnded("oom", note))  # until Tune has ended it
             return None
         again = self.entries[trial_id] = Entry.of(session, proposed)
         again.spent_s = entry.spent_s + entry.reported_s
