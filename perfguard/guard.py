@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -44,7 +44,7 @@ from perfguard.own_runs import judged_by
 from perfguard.physics import HOPELESS, LeastMemory, least_reading, scatter_of_readings
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused
-from perfguard.quantities import format_dollars, format_seconds
+from perfguard.quantities import format_dollars, format_seconds, parse_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.risk_budget import DEFAULT_RISK, EVEN_CHANCE, MOST_DOUBTFUL, SMALL_CHANCE, PredictedTimes, check_risk, shows
 from perfguard.steps import Steps, steps_of_finished
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from perfguard.budget import Limit
-    from perfguard.capture.real import Difference, RealStep
+    from perfguard.capture.real import Difference
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.log import MeasurementStore
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
         epochs: int | str | None
         risk: float
         on_violation: OnViolation
+        on_oom: OnOom
+        hard_time_limit: int | float | str | None
         remedies: Sequence[Remedy]
         predictor: str | Predictor
         log: str | MeasurementStore | Literal[False] | None
@@ -79,7 +81,9 @@ if TYPE_CHECKING:
         dry_run_network: bool
 
 
+_Workload = TypeVar("_Workload", bound=AnyWorkload)
 OnViolation = Literal["prune", "repair", "warn"]
+OnOom = Literal["prune", "repair"]
 
 
 class Guard:
@@ -120,7 +124,12 @@ class Guard:
             what fits with a chance of 95% is launched, so good trials near the limit are lost.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
             launched with a remedy that lets it fit, and pruned if there is none. With "warn", it is launched, and a
-            :class:`BudgetWarning` gives the reason.
+            :class:`BudgetWarning` gives the reason. With "prune" and "repair", a trial that runs is ended as soon as its pace
+            shows that it will break a budget of time.
+        on_oom: the action on a trial of a tuner that runs out of memory all the same. With "prune", it ends. With "repair", it
+            runs once more, with a remedy that makes it smaller. That needs a ``build`` that describes the trials.
+        hard_time_limit: seconds after which a trial of a tuner is ended, all its tries together, or a text such as "2h". None: no
+            limit.
         remedies: what "repair" may change. The remedy "accumulation" uses smaller batches and accumulates gradients. The remedy
             "precision" changes fp32 to autocast in half precision. The remedy "checkpointing" uses the model's own switch.
         predictor: the predictor. Either its name or the object itself.
@@ -144,6 +153,8 @@ class Guard:
         epochs: int | str | None = None,
         risk: float = DEFAULT_RISK,
         on_violation: OnViolation = "prune",
+        on_oom: OnOom = "prune",
+        hard_time_limit: int | float | str | None = None,
         remedies: Sequence[Remedy] = ("accumulation",),
         predictor: str | Predictor = DEFAULT_PREDICTOR,
         log: str | MeasurementStore | Literal[False] | None = None,
@@ -158,10 +169,14 @@ class Guard:
 
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
+        if on_oom not in get_args(OnOom):
+            raise ConfigurationError(f"on_oom must be one of {', '.join(get_args(OnOom))}, but got {on_oom!r}.")
         if not (epochs is None or isinstance(epochs, str) or (type(epochs) is int and epochs >= 1)):
             raise ConfigurationError(f"epochs must be at least 1, or the name of a hyperparameter, but got {epochs!r}.")
         self.epochs = epochs
         self.on_violation = on_violation
+        self.on_oom = on_oom
+        self.hard_time_limit_s = None if hard_time_limit is None else parse_seconds(hard_time_limit, what="hard_time_limit")
         self.remedies = check_remedies(remedies)
         self.risk = check_risk(risk)
         self.strict = bool(strict)
@@ -259,7 +274,7 @@ class Guard:
         except Exception as error:
             return error
 
-    def with_steps(self, workload: AnyWorkload, params: Mapping[str, Any]) -> AnyWorkload:
+    def with_steps(self, workload: _Workload, params: Mapping[str, Any]) -> _Workload:
         """Return ``workload`` with the steps that ``epochs`` makes of those of an epoch, unless the user has stated its steps."""
         epochs = params.get(self.epochs) if isinstance(self.epochs, str) else self.epochs
         is_stated = workload.steps is not None and not isinstance(workload, CapturedTrial)
@@ -385,42 +400,56 @@ class Guard:
 
         A ``threshold`` of None is :attr:`accepted`. With another one, earlier runs do not count.
         """
-        steps, per_epoch = workload.steps and Steps(workload.steps), workload.steps_per_epoch
-        is_limited = self.budget.longest_trial_s is not None
-        if is_limited and not steps:
-            steps = steps_of_finished(self._assessment.observations, study=self._study, steps_per_epoch=per_epoch)
+        steps = self._steps_of(workload)
+        captured = workload if isinstance(workload, CapturedTrial) else None
         with gc_paused():  # a trace makes many small objects, and collecting them between takes longer than the trace
-            subject: OpGraph | LeastMemory
-            try:
-                subject = graph or self.trace(workload)
-            except TooLargeError as error:
-                subject = LeastMemory.behind(error, self.device)
+            subject = graph or self._trace_or_bound(workload)
             verdict = self.judge(
                 subject,
                 self._limits_of(workload),
                 threshold=self.accepted if threshold is None else threshold,
-                steps=steps and steps.number,
-                steps_log_sigma=steps.log_sigma if steps else 0.0,
-                phases=workload.phases if isinstance(workload, CapturedTrial) else {},
+                steps=None if steps is None else steps.number,
+                steps_log_sigma=0.0 if steps is None else steps.log_sigma,
+                phases={} if captured is None else captured.phases,
             )
-            verdict = replace(verdict, source=workload.source if isinstance(workload, CapturedTrial) else "described")
-        remarks = [steps.remark if steps else ""]
-        if verdict.worst is not None and verdict.worst.quantity == "host_memory":
-            remarks.append(str(getattr(workload, "host_memory", "")))
-        verdict = replace(verdict, remark="; ".join(filter(None, remarks)))
+        source = "described" if captured is None else captured.source
+        verdict = replace(verdict, source=source, remark=_remark_on(verdict, workload, steps))
         if threshold is None and verdict.action == "prune" and not isinstance(subject, LeastMemory):
             runs = self._assessment.runs_of.get(subject.content_hash, ())
-            verdict = judged_by(verdict, runs, steps=steps and steps.number)
-        if is_limited and per_epoch:  # from which later trials know what an epoch was
-            epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
-            verdict = replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
+            verdict = judged_by(verdict, runs, steps=None if steps is None else steps.number)
+        self._warn_untrained(verdict)
+        return self._with_epoch_time(verdict, workload)
+
+    def _steps_of(self, workload: AnyWorkload) -> Steps | None:
+        """The steps of the whole trial, if need be from the study's finished trials. None: they are unknown, or do not matter."""
+        if workload.steps:
+            return Steps(workload.steps)
+        if self.budget.longest_trial_s is None:
+            return None
+        return steps_of_finished(self._assessment.observations, study=self._study, steps_per_epoch=workload.steps_per_epoch)
+
+    def _trace_or_bound(self, workload: AnyWorkload) -> OpGraph | LeastMemory:
+        """The operators of one step, or the least memory of one that is too large to trace."""
+        try:
+            return self.trace(workload)
+        except TooLargeError as error:
+            return LeastMemory.behind(error, self.device)
+
+    def _with_epoch_time(self, verdict: Verdict, workload: AnyWorkload) -> Verdict:
+        """``verdict`` with the time of an epoch, if a budget limits the time. Later trials know from it what an epoch was."""
+        per_epoch = workload.steps_per_epoch
+        if self.budget.longest_trial_s is None or not per_epoch:
+            return verdict
+        epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
+        return replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
+
+    def _warn_untrained(self, verdict: Verdict) -> None:
         if verdict.prediction is not None and not verdict.prediction.trained_on_device:
             self.warn_once(
                 UntrainedDeviceWarning,
                 f"{verdict.prediction.predictor} was not trained on such steps on {self.device.name}. "
                 "Read the interval and not the median until some trials have run.",
             )
-        return verdict
 
     def _limits_of(self, workload: AnyWorkload | None) -> Callable[[Prediction], Iterable[Limit]]:
         """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
@@ -616,14 +645,15 @@ class Guard:
 
     # --- Learning ---------------------------------------------------------------------------------------------------------------
 
-    def watch(self, captured: CapturedTrial) -> RealStep | None:
-        """Return what holds a step of a launched trial against its dry run. None: an equal trial was launched not long ago."""
-        from perfguard.capture.real import RealStep
+    def wants_real_step(self, captured: CapturedTrial) -> bool:
+        """Return whether a step of a launched trial is to be held against its dry run: no equal trial was launched not long ago.
 
+        :class:`perfguard.capture.real.RealStep` does it. The next call for an equal trial returns False.
+        """
         if self._real_steps.get(captured.graph.content_hash) is not None:
-            return None
+            return False
         self._real_steps.put(captured.graph.content_hash, _RealStep())
-        return RealStep(captured, self.device.kind)
+        return True
 
     def _correct(self, decision: Decision, difference: Difference) -> Decision:
         """Put the step that really ran in the place of the captured one, in the log and for later trials that are equal."""
@@ -654,8 +684,8 @@ class Guard:
         Args:
             decision: on the trial.
             measurement: of the trial.
-            difference: what the trial really runs, if its dry run has shown another step, see :meth:`watch`. That is said once,
-                and the real step is learnt.
+            difference: what the trial really runs, if its dry run has shown another step, see :meth:`wants_real_step`. That is
+                said once, and the real step is learnt.
         """
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
@@ -765,6 +795,14 @@ class _RealStep(NamedTuple):
 
     graph: OpGraph | None = None
     """None: as captured, or it is not known yet."""
+
+
+def _remark_on(verdict: Verdict, workload: AnyWorkload, steps: Steps | None) -> str:
+    """What a person should know beside the numbers: where the steps come from, and what the host's memory holds."""
+    remarks = ["" if steps is None else steps.remark]
+    if verdict.worst is not None and verdict.worst.quantity == "host_memory":
+        remarks.append(str(getattr(workload, "host_memory", "")))
+    return "; ".join(filter(None, remarks))
 
 
 def _num_operators(real: _RealStep) -> int:
