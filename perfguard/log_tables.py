@@ -26,8 +26,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
 from perfguard.measure import CUT_SHORT, NOT_A_NUMBER, TOO_SLOW, Measurement
-from perfguard.physics import scatter_of_readings
-from perfguard.predictor import HALF_INTERVAL, Observation, Target
+from perfguard.physics import least_exceeding
+from perfguard.predictor import Observation, Target
 from perfguard.record import QUANTITIES, VERDICT_COLUMNS, TrialRecord, breaks, columns_of, measured_by, numbers_in, verdict_from
 from perfguard.risk_budget import EndedTrial, RunningTrial, shows
 
@@ -283,8 +283,7 @@ def ended_trial_of(run: MeasurementRow, decision: DecisionRow, *, usual_bytes: f
     most = {limit.quantity: limit.limit for limit in limits}
     has_result = measurement.status == "ok" and CUT_SHORT not in measurement.note
     if has_result and "memory" in most:
-        scatter = scatter_of_readings(most["memory"], "cpu" if run.device_id == "cpu" else "cuda")
-        most["memory"] *= math.exp(HALF_INTERVAL * scatter)
+        most["memory"] = least_exceeding(most["memory"], "cpu" if run.device_id == "cpu" else "cuda")
     exceeded = [name for name in QUANTITIES if breaks(name, measurement.status, measured, most.get(name))]
     if TOO_SLOW in measurement.note:
         exceeded = ["time"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perfguard.devices import catalog
-from perfguard.predictor import Estimate, Prediction
+from perfguard.predictor import HALF_INTERVAL, Estimate, Prediction
 from perfguard.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ def scatter_of_readings(memory_bytes: float, kind: DeviceKind) -> float:
     On a GPU, an allocator that is given equal requests gives equal answers: 0.
     """
     return min(_RESIDENT_LOG_SIGMA, _RESIDENT_SIGMA_BYTES / memory_bytes) if kind == "cpu" else 0.0
+
+
+def least_exceeding(limit_bytes: float, kind: DeviceKind) -> float:
+    """Return the bytes above which a reading of a trial that has its result exceeds ``limit_bytes`` with a chance of 95%."""
+    return limit_bytes * math.exp(HALF_INTERVAL * scatter_of_readings(limit_bytes, kind))
 
 
 @dataclass(frozen=True, slots=True)
