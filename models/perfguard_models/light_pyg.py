@@ -1,0 +1,50 @@
+"""Imports torch_geometric without what its package drags along and messages never use.
+
+`import torch_geometric` imports its data sets, which import Transformers and pandas, and `torch._dynamo`, which imports SymPy and
+Triton. Together they take longer than PyTorch itself (`benchmarks/starting.py`). Here they are imported when somebody uses them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+
+class LazyModule(ModuleType):
+    """Stands for a module until an attribute of it is used. Then the module is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextmanager
+def importing_lazily(*names: str) -> Iterator[None]:
+    """Within the block, an import of one of the modules ``names`` imports nothing yet. What is imported already stays."""
+    lazy = {name: LazyModule(name) for name in names if name not in sys.modules}
+    sys.modules.update(lazy)
+    try:
+        yield
+    finally:
+        for name, module in lazy.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
+    warnings.simplefilter("ignore")
+    # PyTorch imports `torch._dynamo` by itself when it is used.
+    with importing_lazily("torch_geometric.datasets", "torch._dynamo"):
+        import torch_geometric
+        from torch_geometric.nn.conv import MessagePassing
+
+if not TYPE_CHECKING and not hasattr(torch_geometric, "datasets"):
+    torch_geometric.datasets = LazyModule("torch_geometric.datasets")
+
+__all__ = ["MessagePassing"]
