@@ -221,6 +221,7 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
         set_aside=run.set_aside or "",
         host=run.host or decision.host,
         stopped_early=stopped_early,
+        first_step_s=measurement.first_step_s,
     )
 
 

@@ -232,7 +232,7 @@ def _layer_of(record: TrialRecord) -> str:
 
 def _cost(record: TrialRecord) -> float:
     """Seconds that a trial took, or that a pruned one would have taken."""
-    seconds = record.saved_s if record.is_pruned else record.measured.get("time", record.duration_s)
+    seconds = record.saved_s if record.is_pruned else record.ran_s
     return seconds if seconds is not None and math.isfinite(seconds) else 0.0
 
 

@@ -48,6 +48,7 @@ _TEXTS = ("source", "phase", "bound", "grounds", "remark", "unjudged")
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("verdict", "repair", "predictor", *_TEXTS), str),
     "accepted": float,
+    "guard_s": float,
     # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
     "memory_widening": float,
     "step_time_widening": float,
@@ -58,7 +59,7 @@ VERDICT_COLUMNS: Mapping[str, type] = {
 
 def columns_of(verdict: Verdict) -> dict[str, Any]:
     """Return ``verdict`` as columns, without those that are unknown or empty. Values are text and numbers."""
-    columns: dict[str, Any] = {"verdict": verdict.action, "accepted": verdict.accepted}
+    columns: dict[str, Any] = {"verdict": verdict.action, "accepted": verdict.accepted, "guard_s": verdict.guard_s}
     columns |= {name: getattr(verdict, name) for name in _TEXTS}
     if verdict.prediction is not None:
         columns["predictor"] = verdict.prediction.predictor
@@ -94,6 +95,7 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
         accepted=columns.get("accepted") or EVEN_CHANCE,
         repair=Repair(**repair),
         as_proposed=proposed[0] if proposed else None,
+        guard_s=columns.get("guard_s") or 0.0,
         **texts,
     )
 
@@ -182,7 +184,9 @@ class TrialRecord:
     stopped_early: bool = False
     """Whether the tuner stopped the trial before its end, so that its time is not that of a whole trial."""
     duration_s: float | None = None
-    """Seconds from the start to the end of the trial as the tuner knows them, measured or not."""
+    """Seconds from the start to the end of the trial as the tuner knows them, measured or not. The guard's time is in it."""
+    first_step_s: float | None = None
+    """Seconds from the start of the measurement to the end of the first step."""
 
     @property
     def reason(self) -> str:
@@ -234,6 +238,19 @@ class TrialRecord:
         """Predicted seconds of a pruned trial that would have run; None for others, and without a prediction."""
         time = self.predicted.get("time")
         return None if time is None or not self.is_pruned or self.fails_at_once else time.median
+
+    @property
+    def guard_s(self) -> float:
+        """Seconds that the study waited for PerfGuard before the verdict, from the one before; see :attr:`Verdict.guard_s`."""
+        return 0.0 if self.verdict is None else self.verdict.guard_s
+
+    @property
+    def ran_s(self) -> float | None:
+        """Seconds that the trial ran: measured, else by the tuner's clock without the guard's time."""
+        measured_s = self.measured.get("time")
+        if measured_s is not None or self.duration_s is None:
+            return measured_s
+        return max(0.0, self.duration_s - self.guard_s)
 
     @property
     def is_measured(self) -> bool:

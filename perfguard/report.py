@@ -210,6 +210,7 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
             "pruned before launch": f"{summary.num_pruned:,}",
             "broke a budget": f"{summary.num_violations:,} of {summary.num_measured:,} measured" if summary.num_measured else "-",
             "time saved (predicted)": "-" if summary.saved_s is None else format_seconds(summary.saved_s),
+            "time of the guard": "-" if summary.cost is None else summary.cost.in_short,
         },
         plots=plots,
         hidden=len(report.records) - len(shown),

@@ -59,6 +59,8 @@ class Verdict:
     """How it is known what the trial runs. Empty: it is not known."""
     phase: str = ""
     """The phase of the trial that needs most memory, for instance "the evaluation". Empty: a training step."""
+    guard_s: float = field(default=0.0, compare=False)
+    """Seconds that the study has waited for PerfGuard since the verdict before; see :mod:`perfguard.guard_time`."""
     prediction: Prediction | None = field(default=None, compare=False)
     """All that was predicted. None: nothing was, or the verdict was read from a log, which holds :attr:`predicted` alone."""
 

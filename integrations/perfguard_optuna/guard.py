@@ -27,6 +27,7 @@ from perfguard.exceptions import (
     warn_user,
 )
 from perfguard.guard import Guard, as_workload
+from perfguard.guard_time import GuardClock, on_guard_time
 from perfguard.last_used import LastUsed
 from perfguard.leftovers import free_memory
 from perfguard.measure import CUT_SHORT, TOO_SLOW, Measurement, Run, Status, status_of
@@ -296,9 +297,17 @@ class KnownTrial:
     is_too_slow: bool = False
     """Whether its pace has shown that it will exceed its time budget."""
     repair_was_read: bool = False
+    guard_s: float = 0.0
+    """The guard's time that its verdicts have, see :attr:`perfguard.verdict.Verdict.guard_s`."""
     real_step: RealStep | None = None
     """Holds a step of the trial against its dry run. None: that was done for an equal trial."""
 
+    @property
+    def clock(self) -> GuardClock:
+        """The clock of the guard's own time."""
+        return self.guard.clock
+
+    @on_guard_time
     def begin(
         self,
         build: AnyBuild | None,
@@ -336,6 +345,7 @@ class KnownTrial:
         self._launch(self._after_step if keeps_pace else None)
         return True
 
+    @on_guard_time
     def begin_unjudged(self) -> None:
         """Begin to measure the trial, which :meth:`judge_late` will judge."""
         self.owner.end_abandoned(self.study)
@@ -345,6 +355,7 @@ class KnownTrial:
         self.run = self.owner._start_run(on_step)
         self.owner._running[threading.get_ident()] = self
 
+    @on_guard_time
     def judge_late(self, found: CapturedTrial | Exception, *, waited_s: float) -> None:
         """Judge the trial, which runs already, by what was ``found`` of it: what it runs, or why that is not known.
 
@@ -354,6 +365,7 @@ class KnownTrial:
             optuna.TrialPruned: if the trial does not fit.
             UnguardedTrialError: if it cannot be judged, and the guard is strict.
         """
+        self.clock.add(waited_s)
         params = WatchedParams(self.trial.params)
         made = found if isinstance(found, Exception) else self.guard.with_steps(found, params)
         with nullcontext() if self.run is None else self.run.left_out(after_s=waited_s):
@@ -447,7 +459,8 @@ class KnownTrial:
         verdict = decision.verdict
         self.decision, self.params, self.error, self.missing = decision, used, None, ()
         self.owner.search_of(self.study).count(verdict)
-        attributes = attributes_of(verdict, self.owner.device) | {"decision_id": decision.id}
+        self.guard_s += verdict.guard_s
+        attributes = attributes_of(verdict, self.owner.device) | {"decision_id": decision.id, "guard_s": self.guard_s}
         self._write(attributes, verdict.margins)
         return decision
 
@@ -567,6 +580,7 @@ class KnownTrial:
         self.repair_was_read = True
         return self.verdict.repair
 
+    @on_guard_time
     def try_again(self, build: AnyBuild) -> bool:
         """Decide how the trial, which has ended out of memory, runs once more. Return False if it cannot run in another way."""
         params = WatchedParams(self.trial.params)
@@ -591,6 +605,7 @@ class KnownTrial:
                 return True
         return False
 
+    @on_guard_time
     def end(self, how: _HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None) -> Measurement | None:
         """End the measuring of the trial, and learn from it."""
         was_cut_off = at_last_step or how.note == CUT_SHORT
@@ -618,6 +633,8 @@ class KnownTrial:
         else:
             measured = measured_by(measurement, decision.verdict.predicted)
             attributes |= {column(quantity, "measured"): value for quantity, value in measured.items()}
+            if measurement.first_step_s is not None:
+                attributes["first_step_s"] = measurement.first_step_s
             if measurement.status == "ok" and not self.is_too_slow:
                 margins = _margins_as_measured(decision.verdict, measured, is_whole=not was_cut_off)
             if measurement.status == "oom":

@@ -155,10 +155,15 @@ class GuardedObjective:
         """Prepare for the trials of ``study``, before the first of them touches the device."""
         with self._lock:
             if self._build is None:
+                clock = self.guard.guard.clock
                 self._build = self.guard.build = captures = ObjectiveBuild(
-                    self._objective, self.guard.device, study.directions, network=self.guard.guard.dry_run_network
+                    self._objective,
+                    self.guard.device,
+                    study.directions,
+                    network=self.guard.guard.dry_run_network,
+                    clock=clock,
                 )
-                with suppress(CaptureError):  # each trial says so
+                with suppress(CaptureError), clock.running():  # each trial says why it failed
                     captures.start()
             self._propose_nothing_again(study)
 

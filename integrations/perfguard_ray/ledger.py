@@ -301,8 +301,15 @@ class Ledger:
 
     def records(self) -> list[TrialRecord]:
         """The trials of the run in the log, oldest first. Of a configuration that was judged twice, the second verdict."""
-        records = [record for record in self.guard.log.records(self.study) if record.decision_id not in self.superseded]
+        return [record for record in self._logged() if record.decision_id not in self.superseded]
+
+    def superseded_guard_s(self) -> float:
+        """Seconds of the guard for the verdicts that a second look has taken the place of."""
+        return sum(record.guard_s for record in self._logged() if record.decision_id in self.superseded)
+
+    def _logged(self) -> list[TrialRecord]:
         # An earlier experiment may have had the same name.
+        records = self.guard.log.records(self.study)
         return [one for one in records if one.created_at is None or one.created_at.timestamp() >= self.begun_at]
 
     def _unguarded(self, topic: str, message: str) -> None:
