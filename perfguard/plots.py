@@ -140,7 +140,7 @@ def _in_words(record: TrialRecord, quantity: Quantity, measured: float | None) -
 
 def _comparable(record: TrialRecord, quantity: Quantity) -> float | None:
     """The measured value. None: there is none, or the trial was stopped, so that its time does not show the whole."""
-    value = record.measured.get(quantity)
+    value = record.counted(quantity)
     is_whole = quantity not in ("time", "cost") or not record.stopped_early or record.breaks(quantity)
     return value if is_whole and value is not None and math.isfinite(value) and value > 0 else None
 
@@ -255,6 +255,7 @@ def _figure(title: str, subtitle: str) -> go.Figure:
     return graph_objects().Figure(
         layout={
             "title": {"text": f"{title}<br><sub>{html.escape(subtitle)}</sub>"},
+            "meta": {"title": title, "subtitle": subtitle},  # as plain text, for a page that shows them itself
             "template": "plotly_white",
             "xaxis": axis,
             "yaxis": axis,

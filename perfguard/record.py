@@ -188,6 +188,10 @@ class TrialRecord:
     first_step_s: float | None = None
     """Seconds from the start of the measurement to the end of the first step."""
 
+    def counted(self, quantity: Quantity) -> float | None:
+        """Return what was measured of ``quantity``. None: nothing was, or it says nothing of the guarded device."""
+        return None if self.not_measured else self.measured.get(quantity)
+
     @property
     def reason(self) -> str:
         """The verdict's sentence; empty without a verdict."""
@@ -270,6 +274,6 @@ class TrialRecord:
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
-        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
-        is_whole = self.status == "ok" and not self.not_measured and not (self.stopped_early and quantity in ("time", "cost"))
+        predicted, measured = self.predicted.get(quantity), self.counted(quantity)
+        is_whole = self.status == "ok" and not (self.stopped_early and quantity in ("time", "cost"))
         return abs(predicted.median / measured - 1) if is_whole and predicted and measured else None

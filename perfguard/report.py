@@ -196,6 +196,9 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         "config": {"responsive": True, "displayModeBar": False},
     }
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
+    titles = [(picture.layout.meta["title"], picture.layout.meta["subtitle"]) for picture in pictures]
+    for picture in pictures:  # a title in a picture is one line, which a phone cuts
+        picture.update_layout(title=None, margin={"t": 20})
     plots = [to_html(picture, **look) for picture in pictures]
     plotly, script = get_plotlyjs(), _asset("report.js")
     scripts = [plotly, script, *re.findall(r"<script[^>]*>(.*?)</script>", "".join(plots), flags=re.DOTALL)]
@@ -212,7 +215,7 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
             "time saved (predicted)": "-" if summary.saved_s is None else format_seconds(summary.saved_s),
             "time of the guard": "-" if summary.cost is None else summary.cost.in_short,
         },
-        plots=plots,
+        plots=list(zip(titles, plots, strict=True)),
         hidden=len(report.records) - len(shown),
         heads=["Trial", *(["Study"] if several else []), "Outcome", "Reason", *pairs, "Hyperparameters"],
         several=several,
@@ -231,7 +234,7 @@ def _row(record: TrialRecord, index: int, quantities: Sequence[Quantity]) -> dic
     """The cells of a trial."""
     numbers = []
     for quantity in quantities:
-        estimate, measured = record.predicted.get(quantity), record.measured.get(quantity)
+        estimate, measured = record.predicted.get(quantity), record.counted(quantity)
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
         for value, small in ((None if estimate is None else estimate.median, interval), (measured, "")):
             numbers.append(("", "–", "") if value is None else (repr(value), format_quantity(quantity, value), small))

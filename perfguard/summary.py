@@ -5,6 +5,7 @@ Every tuner's plugin and the report count their trials here, so "why pruned?" ha
 
 from __future__ import annotations
 
+import html
 import io
 import statistics
 from collections import Counter
@@ -149,6 +150,15 @@ class Summary:
         text = io.StringIO()
         Console(file=text, width=120).print(self.table())
         return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        """The table, as a notebook shows the summary in the last line of a cell."""
+        rows = "".join(
+            f'<tr><th scope="row" style="text-align: left">{html.escape(label)}</th>'
+            f'<td style="text-align: left">{html.escape(value)}</td></tr>'
+            for label, value in self.rows()
+        )
+        return f"<table><caption>{html.escape(self.title)}</caption><tbody>{rows}</tbody></table>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.table()

@@ -94,3 +94,10 @@ def test_trials_that_ran_out_of_memory_show_how_long_that_takes() -> None:
     assert unknown.cost is not None
     assert unknown.cost.saved_s is None, "nothing has shown how long it takes to crash"
     assert summarize([record("launched")]).cost is None, "a log of before has no time of the guard"
+
+
+def test_notebook_shows_the_table_and_names_as_text() -> None:
+    """The last line of a cell showed the dataclass."""
+    page = summarize([record("unguarded", status="ok")], title="<script>")._repr_html_()
+    assert "<caption>&lt;script&gt;</caption>" in page
+    assert ">trials launched</th>" in page
