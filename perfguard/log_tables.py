@@ -31,8 +31,8 @@ from perfguard.record import QUANTITIES, VERDICT_COLUMNS, TrialRecord, breaks, c
 from perfguard.risk_budget import EndedTrial, RunningTrial, shows
 
 if TYPE_CHECKING:
-    from perfguard.budget import Quantity
     from perfguard.graph import OpGraph
+    from perfguard.quantities import Quantity
     from perfguard.verdict import Verdict
 
 LOG_FORMAT = "1"

@@ -20,10 +20,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from perfguard.budget import Limit, Quantity
+from perfguard.budget import Limit
 from perfguard.predictor import HALF_INTERVAL, Estimate
+from perfguard.quantities import SPECS, Quantity
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.risk_budget import EVEN_CHANCE
 from perfguard.verdict import Action, Verdict
@@ -31,15 +32,14 @@ from perfguard.verdict import Action, Verdict
 if TYPE_CHECKING:
     from perfguard.measure import Measurement, Status
 
-QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-_UNITS = {"memory": "bytes", "host_memory": "bytes", "energy": "j", "cost": "dollars"}  # all others are times
+QUANTITIES: tuple[Quantity, ...] = tuple(SPECS)
 _NUMBERS = ("predicted", "low", "high", "limit")
 """The numbers of a verdict for each quantity."""
 
 
 def column(quantity: Quantity, number: str) -> str:
     """Return the name of a number, for instance "memory_limit_bytes" for ("memory", "limit")."""
-    return f"{quantity}_{number}_{_UNITS.get(quantity, 's')}"
+    return f"{quantity}_{number}_{SPECS[quantity].unit.column}"
 
 
 _COLUMNS = {quantity: tuple(column(quantity, number) for number in _NUMBERS) for quantity in QUANTITIES}
@@ -116,10 +116,6 @@ def numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tu
     return predicted, tuple(limits)
 
 
-_IS_MULTIPLE_OF: Mapping[Quantity, Quantity] = {"latency": "step_time", "epoch_time": "step_time", "cost": "time"}
-"""What is measured through another quantity: its prediction is that of the other, times steps of an epoch or a price."""
-
-
 def measured_by(measurement: Measurement, predicted: Mapping[Quantity, Estimate]) -> dict[Quantity, float]:
     """Return what a run cost, by quantity. A latency, an epoch or a price is known where it is ``predicted``."""
     known: dict[Quantity, float | None] = {
@@ -127,9 +123,10 @@ def measured_by(measurement: Measurement, predicted: Mapping[Quantity, Estimate]
         "step_time": measurement.step_time_s,
         "time": measurement.total_time_s,
     }
-    for quantity, base in _IS_MULTIPLE_OF.items():
-        value = known[base]
-        if value is not None and quantity in predicted and base in predicted:
+    for quantity, spec in SPECS.items():
+        base = spec.multiple_of
+        value = None if base is None else known[base]
+        if base is not None and value is not None and quantity in predicted and base in predicted:
             known[quantity] = value * predicted[quantity].median / predicted[base].median
     return {quantity: value for quantity, value in known.items() if value is not None and math.isfinite(value)}
 

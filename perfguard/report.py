@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard import __version__
-from perfguard.budget import NOUNS, Quantity
 from perfguard.exceptions import ConfigurationError, LogError
 from perfguard.plots import OUTCOMES, graph_objects, outcome_of, plot_budget, plot_savings
-from perfguard.quantities import format_quantity, format_seconds
+from perfguard.quantities import SPECS, Quantity, format_quantity, format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.summary import Summary, summarize
 
@@ -187,7 +186,7 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     limited = {quantity for record in shown for quantity in record.limits}
     quantities = [quantity for quantity in QUANTITIES if quantity in limited or quantity in compared]
     several = len({record.study for record in shown}) > 1
-    pairs = [f"{NOUNS[quantity].capitalize()}, {number}" for quantity in quantities for number in ("predicted", "measured")]
+    pairs = [f"{SPECS[quantity].noun.capitalize()}, {number}" for quantity in quantities for number in ("predicted", "measured")]
     look: Any = {
         "full_html": False,
         "include_plotlyjs": False,

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perfguard.budget import NOUNS, Quantity
 from perfguard.guard_time import GuardCost
-from perfguard.quantities import format_seconds
+from perfguard.quantities import SPECS, Quantity, format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.verdict import NOT_SEALED
 
@@ -102,7 +101,7 @@ class Summary:
     def rows(self) -> Iterator[tuple[str, str]]:
         """The rows of the table: a label, and a value in words. Rows that have nothing to say are left out."""
         yield "trials launched", f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
-        names = {quantity: "unknown" if quantity is None else NOUNS[quantity] for quantity in self.pruned_for}
+        names = {quantity: "unknown" if quantity is None else SPECS[quantity].noun for quantity in self.pruned_for}
         counts = ", ".join(f"{names[quantity]} {count}" for quantity, count in self.pruned_for.items())
         yield "pruned before launch", f"{self.num_pruned}" + (f" ({counts})" if counts else "")
         if self.num_repeated:
@@ -132,7 +131,7 @@ class Summary:
             yield "time of the guard", f"{self.cost}"
         for errors in (self.memory_errors, self.time_errors):
             if errors is not None:
-                yield f"prediction error, {NOUNS[errors.quantity]}", f"{errors}"
+                yield f"prediction error, {SPECS[errors.quantity].noun}", f"{errors}"
 
     def table(self) -> Table:
         """The summary as a table for the terminal."""

@@ -11,8 +11,9 @@ from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.risk_budget import EVEN_CHANCE
 
 if TYPE_CHECKING:
-    from perfguard.budget import Limit, Quantity
+    from perfguard.budget import Limit
     from perfguard.predictor import Estimate, Prediction
+    from perfguard.quantities import Quantity
 
 Action = Literal["launch", "prune", "repair"]
 NOT_SEALED = (

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
-    from perfguard.budget import Quantity
     from perfguard.capture.real import RealStep
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
+    from perfguard.quantities import Quantity
 
     class OptunaSettings(GuardSettings, total=False):
         """The other keyword arguments of :class:`OptunaGuard`."""

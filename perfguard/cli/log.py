@@ -21,8 +21,8 @@ from perfguard.quantities import format_quantity, parse_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perfguard.budget import Quantity
     from perfguard.log import MeasurementStore, Selection
+    from perfguard.quantities import Quantity
     from perfguard.record import TrialRecord
 
 
