@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from perfguard import Run, resolve_device
 from perfguard.quantities import parse_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, record_of, summarize
-from perfguard_optuna.guard import KnownTrial
+from perfguard_optuna.session import OptunaSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import quickstart
@@ -95,7 +95,7 @@ def study_of(seed: int, trials: int) -> Outcome:
     budget_s = quickstart.time_budget_s()
     pruner = PerfGuardPruner(gpu="cpu", memory_budget=quickstart.MEMORY_BUDGET, time_budget=budget_s, log=False)
     decisions: list[float] = []
-    judge = KnownTrial.judge
+    judge = OptunaSession.judge
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -105,7 +105,7 @@ def study_of(seed: int, trials: int) -> Outcome:
         return decision
 
     start = time.perf_counter()
-    with mock.patch.object(KnownTrial, "judge", timed):
+    with mock.patch.object(OptunaSession, "judge", timed):
         study.optimize(quickstart.objective, n_trials=trials, pruner=pruner, count="proposed")
     study_s = time.perf_counter() - start
     summary = summarize(study)

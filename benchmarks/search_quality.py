@@ -187,7 +187,7 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: OptunaGuar
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         return
     if guard is not None:
-        known = guard.known(study, trial)
+        known = guard.session_of(study, trial)
         decision = known.decision_now or known.judge(guard.build, final=True)
         assert decision is not None
         if decision.verdict.action == "prune":

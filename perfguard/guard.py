@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -46,7 +46,7 @@ from perfguard.own_runs import judged_by
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused
-from perfguard.quantities import format_dollars, format_seconds
+from perfguard.quantities import format_dollars, format_seconds, parse_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.risk_budget import DEFAULT_RISK, EVEN_CHANCE, MOST_DOUBTFUL, SMALL_CHANCE, PredictedTimes, check_risk, shows
 from perfguard.steps import Steps, steps_of_finished
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from perfguard.budget import Limit
-    from perfguard.capture.real import Difference, RealStep
+    from perfguard.capture.real import Difference
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.log import MeasurementStore
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
         epochs: int | str | None
         risk: float
         on_violation: OnViolation
+        on_oom: OnOom
+        hard_time_limit: int | float | str | None
         remedies: Sequence[Remedy]
         predictor: str | Predictor
         log: str | MeasurementStore | Literal[False] | None
@@ -82,7 +84,9 @@ if TYPE_CHECKING:
         dry_run_network: bool
 
 
+_Workload = TypeVar("_Workload", bound=AnyWorkload)
 OnViolation = Literal["prune", "repair", "warn"]
+OnOom = Literal["prune", "repair"]
 
 
 class Guard:
@@ -123,7 +127,12 @@ class Guard:
             what fits with a chance of 95% is launched, so good trials near the limit are lost.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
             launched with a remedy that lets it fit, and pruned if there is none. With "warn", it is launched, and a
-            :class:`BudgetWarning` gives the reason.
+            :class:`BudgetWarning` gives the reason. With "prune" and "repair", a trial that runs is ended as soon as its pace
+            shows that it will break a budget of time.
+        on_oom: the action on a trial of a tuner that runs out of memory all the same. With "prune", it ends. With "repair", it
+            runs once more, with a remedy that makes it smaller. That needs a ``build`` that describes the trials.
+        hard_time_limit: seconds after which a trial of a tuner is ended, all its tries together, or a text such as "2h". None: no
+            limit.
         remedies: what "repair" may change. The remedy "accumulation" uses smaller batches and accumulates gradients. The remedy
             "precision" changes fp32 to autocast in half precision. The remedy "checkpointing" uses the model's own switch.
         predictor: the predictor. Either its name or the object itself.
@@ -147,6 +156,8 @@ class Guard:
         epochs: int | str | None = None,
         risk: float = DEFAULT_RISK,
         on_violation: OnViolation = "prune",
+        on_oom: OnOom = "prune",
+        hard_time_limit: int | float | str | None = None,
         remedies: Sequence[Remedy] = ("accumulation",),
         predictor: str | Predictor = DEFAULT_PREDICTOR,
         log: str | MeasurementStore | Literal[False] | None = None,
@@ -163,10 +174,14 @@ class Guard:
         self.clock = GuardClock()
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
+        if on_oom not in get_args(OnOom):
+            raise ConfigurationError(f"on_oom must be one of {', '.join(get_args(OnOom))}, but got {on_oom!r}.")
         if not (epochs is None or isinstance(epochs, str) or (type(epochs) is int and epochs >= 1)):
             raise ConfigurationError(f"epochs must be at least 1, or the name of a hyperparameter, but got {epochs!r}.")
         self.epochs = epochs
         self.on_violation = on_violation
+        self.on_oom = on_oom
+        self.hard_time_limit_s = None if hard_time_limit is None else parse_seconds(hard_time_limit, what="hard_time_limit")
         self.remedies = check_remedies(remedies)
         self.risk = check_risk(risk)
         self.strict = bool(strict)
@@ -267,7 +282,7 @@ class Guard:
         except Exception as error:
             return error
 
-    def with_steps(self, workload: AnyWorkload, params: Mapping[str, Any]) -> AnyWorkload:
+    def with_steps(self, workload: _Workload, params: Mapping[str, Any]) -> _Workload:
         """Return ``workload`` with the steps that ``epochs`` makes of those of an epoch, unless the user has stated its steps."""
         epochs = params.get(self.epochs) if isinstance(self.epochs, str) else self.epochs
         is_stated = workload.steps is not None and not isinstance(workload, CapturedTrial)
@@ -629,14 +644,15 @@ class Guard:
 
     # --- Learning ---------------------------------------------------------------------------------------------------------------
 
-    def watch(self, captured: CapturedTrial) -> RealStep | None:
-        """Return what holds a step of a launched trial against its dry run. None: an equal trial was launched not long ago."""
-        from perfguard.capture.real import RealStep
+    def wants_real_step(self, captured: CapturedTrial) -> bool:
+        """Return whether a step of a launched trial is to be held against its dry run: no equal trial was launched not long ago.
 
+        :class:`perfguard.capture.real.RealStep` does it. The next call for an equal trial returns False.
+        """
         if self._real_steps.get(captured.graph.content_hash) is not None:
-            return None
+            return False
         self._real_steps.put(captured.graph.content_hash, _RealStep())
-        return RealStep(captured, self.device.kind)
+        return True
 
     def _correct(self, decision: Decision, difference: Difference) -> Decision:
         """Put the step that really ran in the place of the captured one, in the log and for later trials that are equal."""
@@ -673,8 +689,8 @@ class Guard:
         Args:
             decision: on the trial.
             measurement: of the trial.
-            difference: what the trial really runs, if its dry run has shown another step, see :meth:`watch`. That is said once,
-                and the real step is learnt.
+            difference: what the trial really runs, if its dry run has shown another step, see :meth:`wants_real_step`. That is
+                said once, and the real step is learnt.
         """
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:

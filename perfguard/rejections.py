@@ -72,6 +72,10 @@ class Search:
     """By :meth:`perfguard.guard.Guard.key_of`."""
     any_repeated: bool = False
     """Whether a configuration was rejected more than once."""
+    num_repeated: int = 0
+    """Proposals that were rejected from memory."""
+    superseded: set[str] = field(default_factory=set)
+    """Keys of the verdicts in the measurement log that a second look has taken the place of."""
 
     def begin(self) -> None:
         """Begin to search again, with what is remembered."""
@@ -84,6 +88,7 @@ class Search:
         if known is None or known.num_ended != self.num_ended or self._is_tried(key):
             return None
         known.num_proposed += 1
+        self.num_repeated += 1
         self.any_repeated = True
         return known
 
@@ -93,6 +98,8 @@ class Search:
         ``params`` are those by which the tuner can propose it again.
         """
         before = self.rejected.get(key)
+        if before is not None:
+            self.superseded.add(before.decision_id)
         if verdict.action != "prune":
             return self.rejected.pop(key)
         known = Rejection(verdict, self.num_ended, decision_id=decision_id)

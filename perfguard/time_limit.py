@@ -32,6 +32,11 @@ class TimeLimitReached(BaseException):
     """A call has reached its hard time limit. As Ctrl-C does, this passes an ``except Exception`` of the code that it ends."""
 
 
+def reason_of(limit_s: float) -> str:
+    """Return why a trial is ended after ``limit_s`` seconds, in words."""
+    return f"ran for {format_seconds(limit_s)}, hard_time_limit"
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let the hard time limit of this thread wait until the block ends: half of a row, or of an import, would do harm."""
@@ -58,7 +63,7 @@ def call_within(limit_s: float | None, call: Callable[[], T]) -> T:
             if not is_over:
                 frame = frame_of_the_user(sys._current_frames().get(thread))
                 at = frame and f"; it stood at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-                reason.append(f"ran for {format_seconds(limit_s)}, hard_time_limit{at or ''}")
+                reason.append(f"{reason_of(limit_s)}{at or ''}")
                 if by_signal:
                     signal.pthread_kill(thread, _SIGNAL)
                 else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from perfguard.devices import Device
-    from perfguard_optuna.guard import OptunaSettings
+    from perfguard.guard import GuardSettings
 
 
 class PerfGuardPruner(HyperbandPruner):
@@ -60,7 +60,7 @@ class PerfGuardPruner(HyperbandPruner):
         build: Build | None = None,
         inner: BasePruner | None = None,
         guard: OptunaGuard | None = None,
-        **settings: Unpack[OptunaSettings],
+        **settings: Unpack[GuardSettings],
     ) -> None:
         if inner is not None and not isinstance(inner, BasePruner):
             raise ConfigurationError(f"inner must be an Optuna pruner, for instance HyperbandPruner(), but got {inner!r}.")
@@ -78,10 +78,10 @@ class PerfGuardPruner(HyperbandPruner):
         Called by ``trial.should_prune()``.
         """
         try:
-            known = self.guard.known(study, trial)
-            launched = known.begin(self.guard.build)
+            session = self.guard.session_of(study, trial)
+            launched = session.begin(self.guard.build)
             if not launched:
-                known.report_unjudged(self.guard.build)
+                session.report_unjudged(self.guard.build)
         except optuna.TrialPruned:
             return True
         except (UnguardedTrialError, ConfigurationError) as error:
@@ -89,7 +89,7 @@ class PerfGuardPruner(HyperbandPruner):
                 raise
             warn_user(str(error), UnguardedTrialWarning)  # the other ranks wait for an answer, and an error would not reach them
             return True
-        if launched and known.too_slow():
+        if launched and session.too_slow():
             return True
         return self._inner is not None and self._inner.prune(study, trial)
 
@@ -111,7 +111,7 @@ class PerfGuardPruner(HyperbandPruner):
             self._begun[thread] = this, None
             ended = trial_of(study, *before)
             if ended is not None and ended.state == TrialState.COMPLETE:  # nothing of PerfGuard knows of it
-                self.guard.known(study, ended).report_ended(ended.state)
+                self.guard.session_of(study, ended).report_ended(ended.state)
         return 0
 
     def _create_bracket_study(self, study: optuna.Study, bracket_id: int) -> optuna.Study:

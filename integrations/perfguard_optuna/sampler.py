@@ -118,7 +118,7 @@ class PerfGuardSampler(BaseSampler):
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """Same as for the inner sampler. A trial that nobody has judged is counted, and the first is warned of."""
         self.inner.after_trial(study, trial, state, values)
-        self.guard.known(study, trial).report_ended(state)
+        self.guard.session_of(study, trial).report_ended(state)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -160,8 +160,7 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    decision = self.guard.known(study, trial).decide(proposal.params, proposal.workload)
-                    search.remember(proposal.key, decision.verdict, params=proposal.params.given)
+                    self.guard.session_of(study, trial).decide(proposal.params, proposal.workload)
                 return proposal.drawn
             if proposal.rejection is None:
                 search.remember(proposal.key, verdict, params=proposal.params.given)

@@ -26,6 +26,7 @@ from perfguard.exceptions import (
 )
 from perfguard.leftovers import free_memory, warn_of_held_memory
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.session import check_repairs
 from perfguard.summary import summarize
 from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild, CapturedTrial
@@ -33,11 +34,12 @@ from perfguard_optuna.attributes import PREFIX, has_verdict, records_of
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
 from perfguard_optuna.dry_trial import DryTrial
 from perfguard_optuna.facts import snapshot_of
-from perfguard_optuna.guard import GuardedRun, KnownTrial, OptunaGuard, prune_if_ran_out, ran_out_of_memory
+from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_ran_out, ran_out_of_memory
 from perfguard_optuna.progress import LaunchedBar
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial, running
 from perfguard_optuna.sampler import PerfGuardSampler
+from perfguard_optuna.session import OptunaSession
 
 if TYPE_CHECKING:
     from perfguard.capture.first_forward import FirstForward
@@ -155,10 +157,7 @@ class GuardedObjective:
         self._on_all_ranks = on_all_ranks
         self._objective = objective
         self._build: AnyBuild | None = guard.build or getattr(objective, "build", None)
-        if guard.on_oom == "repair" and self._build is None:
-            raise ConfigurationError(
-                "on_oom='repair' needs build=...: a dry run shows what a trial runs, but not how to change it."
-            )
+        check_repairs(guard.guard, self._build)
         guard.calls_objective = True
         self._lock = threading.Lock()
         self.num_launched = 0
@@ -195,7 +194,8 @@ class GuardedObjective:
         if isinstance(trial, FixedTrial | FrozenTrial):  # it belongs to no study: the objective is tried, or shown again
             return self._objective(trial)  # type: ignore[arg-type]
         ranks = Ranks.of(trial, "objective") if self._on_all_ranks else None
-        ends_alone = self.guard.hard_time_limit_s is not None or (ranks is None and self.guard.on_oom == "repair")
+        settings = self.guard.guard
+        ends_alone = settings.hard_time_limit_s is not None or (ranks is None and settings.on_oom == "repair")
         if ends_alone and (ranks is not None or leads_ranks()):
             raise ConfigurationError(
                 "Leave out hard_time_limit, which is for trials of one process: of several ranks (torch.distributed), one that "
@@ -213,7 +213,7 @@ class GuardedObjective:
             with GuardedRun(self.guard, None, None, ranks):
                 return self._objective(None)  # type: ignore[arg-type]  # which makes a TorchDistributedTrial of it
         except Exception as error:
-            if self.guard.on_oom == "prune" or not ranks.repeat:
+            if self.guard.guard.on_oom == "prune" or not ranks.repeat:
                 raise
             free_memory(error)
         ranks.begin()
@@ -227,18 +227,18 @@ class GuardedObjective:
         try:
             with ranks.judging() if ranks else nullcontext():
                 guarded = self._begin(trial)
-            value = call_within(guard.hard_time_limit_s, functools.partial(self._run, guarded, ranks))
+            value = call_within(guard.guard.hard_time_limit_s, functools.partial(self._run, guarded, ranks))
         except BaseException as error:
             guard.finish(study, error, ranks)
             ended = TrialState.PRUNED if isinstance(error, optuna.TrialPruned) else TrialState.FAIL
-            guard.known(study, trial).report_ended(ended)  # of its own, before it could be judged
+            guard.session_of(study, trial).report_ended(ended)  # of its own, before it could be judged
             prune_if_ran_out(error, ranks)
             raise
         else:
             guard.finish(study, None, ranks)
         finally:
             self._count(trial)
-        guarded.known.report_unjudged(guarded._build)
+        guarded.session.report_unjudged(guarded._build)
         return value
 
     def _run(self, trial: _GuardedTrial, ranks: Ranks | None) -> float | Sequence[float]:
@@ -247,7 +247,7 @@ class GuardedObjective:
             return self._try(trial)
         except Exception as error:
             build = trial._build
-            if self.guard.on_oom == "prune" or build is None or not (ranks or ran_out_of_memory(error)):
+            if self.guard.guard.on_oom == "prune" or build is None or not (ranks or ran_out_of_memory(error)):
                 raise
             with uninterrupted():
                 self.guard.finish(trial.study, error, ranks)
@@ -257,7 +257,7 @@ class GuardedObjective:
                     ranks.begin()
                 free_memory(error)
                 with ranks.judging() if ranks else nullcontext():
-                    if not trial.known.try_again(build):
+                    if not trial.session.try_again(build):
                         raise optuna.TrialPruned(f"ran out of memory: {error}") from error
         # The error is gone, and with it what its frames held.
         warn_of_held_memory(self.guard.device.memory_bytes)
@@ -275,7 +275,7 @@ class GuardedObjective:
             if isinstance(trial.kept, UnguardedTrialError):
                 raise trial.kept
         if trial.kept is not None:
-            trial.known.report_unguarded(
+            trial.session.report_unguarded(
                 "Several ranks ran it against its verdict, because a suggestion cannot prune it on all of them. Begin the "
                 "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
             )
@@ -289,19 +289,19 @@ class GuardedObjective:
         guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._build
         if not isinstance(captures, ObjectiveBuild):
             return guarded
+        found: Exception | None = None
         try:
             captures.ask(trial)
-        except TooLargeError:  # which is a verdict
-            pass
         except (SelfEnded, SelfDescribed):
             guarded._build = None
             return guarded
-        except CaptureError as problem:
-            if not leads_ranks() and captures.judges_late(problem):
-                guarded.first_forward = self._first_forward_of(guarded, captures, problem)
-                guarded.known.begin_unjudged()
-                return guarded
-        guarded.known.begin(captures, keeps_pace=True)
+        except (CaptureError, TooLargeError) as error:
+            found = error
+        session = guarded.session
+        session.judge(captures, found=found, may_wait=not leads_ranks())
+        if session.core.problem is not None:
+            guarded.first_forward = self._first_forward_of(guarded, captures, session.core.problem)
+        session.begin(captures, keeps_pace=True)
         return guarded
 
     def _first_forward_of(self, trial: _GuardedTrial, captures: ObjectiveBuild, problem: CaptureError) -> FirstForward:
@@ -309,8 +309,7 @@ class GuardedObjective:
 
         def judge(found: CapturedTrial | Exception) -> None:
             with uninterrupted():
-                captures.note_first_forward(found, first_forward.set_up_s)
-                trial.known.judge_late(found, waited_s=first_forward.waited_s)
+                trial.session.judge_late(found, set_up_s=first_forward.set_up_s, waited_s=first_forward.waited_s)
 
         fact = snapshot_of(trial)
         first_forward = FirstForward(
@@ -323,7 +322,8 @@ class GuardedObjective:
         return first_forward
 
     def _count(self, trial: optuna.Trial) -> None:
-        decision, search = self.guard.known(trial.study, trial).decision_now, self.guard.search_of(trial.study)
+        decision = self.guard.session_of(trial.study, trial).decision_now
+        search = self.guard.search_of(trial.study)
         with self._lock:
             if decision is None or decision.verdict.action != "prune":
                 self.num_launched += 1
@@ -390,9 +390,9 @@ class _GuardedTrial(optuna.Trial):
         return guarded
 
     @property
-    def known(self) -> KnownTrial:
-        """What the guard knows of it."""
-        return self._guard.known(self.study, self)
+    def session(self) -> OptunaSession:
+        """Its session."""
+        return self._guard.session_of(self.study, self)
 
     def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
         """What all three ``suggest_...`` call (Optuna 0.18 to 5.0)."""
@@ -402,7 +402,7 @@ class _GuardedTrial(optuna.Trial):
 
     def should_prune(self) -> bool:
         self._begin()
-        if self.kept is not None or (leads_ranks() and self.known.too_slow()):
+        if self.kept is not None or (leads_ranks() and self.session.too_slow()):
             return True
         return super().should_prune()
 
@@ -417,7 +417,7 @@ class _GuardedTrial(optuna.Trial):
             return
         try:
             with uninterrupted():
-                self.known.begin(self._build, final=final)
+                self.session.begin(self._build, final=final)
         except (optuna.TrialPruned, UnguardedTrialError) as error:
             if not leads_ranks():
                 raise
@@ -452,7 +452,7 @@ def _own_repair(trial: optuna.Trial) -> Repair:
     if isinstance(trial, FixedTrial | FrozenTrial):
         return AS_PROPOSED
     guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(trial.study.pruner, "guard", None)
-    return guard.known(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED
+    return guard.session_of(trial.study, trial).read_repair() if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 
 def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStudy]:

@@ -20,9 +20,10 @@ from rich.console import Console
 
 from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
-from perfguard.exceptions import LogError, LogWarning, warn_user
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, warn_user
 from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
 from perfguard.record import TrialRecord, measured_by
+from perfguard.session import HowEnded
 from perfguard.tracking import fields_of
 from perfguard_ray.ledger import REPAIR_KEY, ledger_of, number_of
 from perfguard_ray.worker import Facts, TrialRejected, Watch, asked_for, play_steps, session_here
@@ -190,10 +191,11 @@ class PerfGuardCallback(Callback):
 
     :class:`PerfGuardSearcher` has an example of both.
 
-    - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound. With
-      ``on_violation="repair"`` and Tune's ``FailureConfig(max_failures=1)``, it runs once more with smaller batches.
-    - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as ``timeout``. This
+    - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound. It never runs again
+      as it was. With ``on_oom="repair"`` and Tune's ``FailureConfig(max_failures=1)``, it runs once more with smaller batches.
+    - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as cut short. This
       needs a ``time_budget``, a workload with ``steps``, and 25 measured steps.
+    - A trial that reaches ``hard_time_limit`` is stopped, and logged as ``timeout``. It may hang.
     - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
       replaces that row.
 
@@ -219,6 +221,11 @@ class PerfGuardCallback(Callback):
         self.ledger.verbose = _verbosity()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        if self.ledger.guard.on_oom == "repair" and trial.max_failures == 0:
+            raise ConfigurationError(
+                "on_oom='repair' needs Tune to start failed trials again: "
+                "RunConfig(failure_config=tune.FailureConfig(max_failures=1))."
+            )
         from_checkpoint = trial.latest_checkpoint_result is not None
         with asked_for(Facts.of(trial)):
             self.ledger.start(trial.trial_id, trial.config, trial=number_of(trial), from_checkpoint=from_checkpoint)
@@ -231,23 +238,24 @@ class PerfGuardCallback(Callback):
         entry.report = report or entry.report
         # A function that returns sends no such result. Of a class that says itself that it is done, this cannot be known.
         is_cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
-        if entry.end[0] != "timeout":  # Tune stops it at the result after the one that broke the budget
-            entry.end = "ok", CUT_SHORT if is_cut_short else ""
+        session = entry.session
+        if not session.stopped:  # Tune stops it at the result after the one that broke the budget
+            entry.how_ends = HowEnded("ok", CUT_SHORT if is_cut_short else "")
         not_measured = self.ledger.why_not_measured(entry)
         entry.is_elsewhere = bool(not_measured)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:
                 del result[f"{PREFIX}{name}"]
-        verdict = entry.decision.verdict
-        reported = entry.report and not not_measured
-        measured = measured_by(self.ledger.measurement(entry, "ok"), verdict.predicted) if reported else {}
+        verdict = entry.verdict
+        is_measured = entry.reported and not not_measured
+        measured = measured_by(self.ledger.measurement(entry, "ok"), verdict.predicted) if is_measured else {}
         # Its end is not known yet. But one that runs against its verdict is not to be shown as pruned.
         running = TrialRecord(number=None, verdict=verdict, measured=measured, not_measured=not_measured, status="ok")
         fields = fields_of(running)
         del fields[f"{PREFIX}status"]
         result.update(fields)  # for the loggers that stand after this callback
-        if (reason := self.ledger.guard.breaks_time_budget(entry.decision, entry)) is not None:
-            entry.end = "timeout", reason
+        if session.too_slow(entry) is not None:
+            entry.how_ends = HowEnded("ok", CUT_SHORT)
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
 
@@ -255,42 +263,48 @@ class PerfGuardCallback(Callback):
         self.ledger.finish(trial.trial_id)
 
     def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        """Tune starts a trial again (``FailureConfig(max_failures=1)``). One that ran out of memory gets a repair, if it may."""
-        status, note = self._how_failed(trial)
-        if status == "oom" and self.ledger.guard.on_violation == "repair" and trial.trial_id in self.ledger.entries:
-            repair = self.ledger.try_again(trial.trial_id, trial.config, trial=number_of(trial), note=note)
-            if repair is not None:
-                trial.set_config({**trial.config, REPAIR_KEY: asdict(repair)})
+        """Tune starts a trial again (``FailureConfig``). One that ran out of memory runs with a repair, or not at all."""
+        how = self._how_failed(trial)
+        if how.status != "oom" or trial.trial_id not in self.ledger.entries:
+            return
+        repair = self.ledger.try_again(trial.trial_id, trial.config, note=how.note)
+        if repair is None:
+            _stop(trial)
+        else:
+            trial.set_config({**trial.config, REPAIR_KEY: asdict(repair)})
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        status, note = self._how_failed(trial)
-        self.ledger.finish(trial.trial_id, status, note=note)
+        self.ledger.finish(trial.trial_id, self._how_failed(trial))
 
-    def _how_failed(self, trial: Trial) -> tuple[Status, str]:
+    def _how_failed(self, trial: Trial) -> HowEnded:
         """How the trial failed, and in which words. Its error has its measurement, which is noted."""
         error = _error_of(trial)
         measurement = measurement_in(error)
         if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
             entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
         lines = [line for line in str(error or "").splitlines() if line.strip()]  # the last of Ray's lines is the error itself
-        return status_of_failure(error), lines[-1].strip()[:200] if lines else ""
+        return HowEnded(status_of_failure(error), lines[-1].strip()[:200] if lines else "")
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        """Give verdicts to trials that wait for them, and end those that a stopper of the whole experiment has ended."""
+        """Give verdicts to trials that wait for them, and end those whose time is over, or that a stopper has ended."""
         for trial in trials if self.ledger.entries else ():
             entry = self.ledger.entries.get(trial.trial_id)
-            if entry is not None and self.ledger.decide_late(trial.trial_id, trial=number_of(trial)):
-                # Tune gives callbacks no other way to end a trial without an error or a result.
-                _of_caller("self", "ray.tune.execution.tune_controller").stop_trial(trial)
-            elif entry is not None and trial.status == Trial.TERMINATED:
-                # Of these, Tune does not notify callbacks in another way.
+            if entry is None:
+                continue
+            if self.ledger.decide_late(trial.trial_id):
+                _stop(trial)
+            elif trial.status == Trial.RUNNING and (reason := entry.over_time) is not None:
+                entry.how_ends = HowEnded("timeout", reason)
+                _stop(trial)
+            elif trial.status == Trial.TERMINATED:
+                # Tune has no other callback for trials that a stopper of the whole experiment ends.
                 note = f"{CUT_SHORT}: stopped with the experiment"
-                self.ledger.finish(trial.trial_id, None if entry.report else "interrupted", note=note)
+                self.ledger.finish(trial.trial_id, HowEnded("ok" if entry.reported else "interrupted", note))
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
         """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""
         for trial_id in list(self.ledger.entries):
-            self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
+            self.ledger.finish(trial_id, HowEnded("interrupted", "cut off by the end of the driver"))
         if self.ledger.verbose < 1:
             return
         try:
@@ -340,6 +354,11 @@ def _error_of(trial: Trial) -> Exception | None:
     except Exception as error:  # whatever a class of the user's does while it is unpickled
         return error
     return None
+
+
+def _stop(trial: Trial) -> None:
+    """End a trial without an error or a result. Tune gives callbacks no other way."""
+    _of_caller("self", "ray.tune.execution.tune_controller").stop_trial(trial)
 
 
 def _verbosity() -> int:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,11 +18,11 @@ from ray.tune.search import BasicVariantGenerator, create_searcher
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import Answer, Ask, DryRuns
-from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError
+from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError, UnguardedTrialWarning, warn_user
 from perfguard.guard import Guard
 from perfguard_ray.callback import PerfGuardCallback, measure, measured
-from perfguard_ray.ledger import InThisProcess, Ledger, make_ledger
-from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
+from perfguard_ray.ledger import InThisProcess, Ledger, ledger_of, make_ledger
+from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator, saved_ledger
 from perfguard_ray.worker import Facts, asked_facts, play_steps, pretend_session
 
 if TYPE_CHECKING:
@@ -200,8 +201,31 @@ def _let_tuner_wire() -> None:
                 "A guarded function is wrapped, so nothing would guard it. Write guarded(tune.with_parameters(train, ...))."
             )
         plain(tuner, trainable, **options)
+        _adopt(options.get("_tuner_internal"))
 
     tune.Tuner.__init__ = __init__  # type: ignore[assignment, method-assign]
+
+
+def _adopt(restored: Any) -> None:
+    """Let the guarded trainable of a run that ``Tuner.restore`` has read show the ledger of that run.
+
+    ``restored`` is what Tune has made of it (private, Ray 2.43 to 2.60). None: the Tuner is a new one.
+    """
+    here = getattr(getattr(restored, "trainable", None), "perfguard", None)
+    if not isinstance(here, InThisProcess):
+        return
+    try:
+        here.ledger = ledger_of(restored._tune_config.search_alg, who="Tuner.restore")
+    except ConfigurationError:
+        warn_user(
+            "The run was begun without a guard, so its trials run unguarded now, too. Begin a new run with the guarded function.",
+            UnguardedTrialWarning,
+        )
+        return
+    config = restored._run_config
+    state = saved_ledger(Path(config.storage_path, config.name).expanduser())
+    if state is not None:
+        here.ledger.set_state(state)
 
 
 def _is_guarded(cell: Any) -> bool:

@@ -1,28 +1,32 @@
-"""Ledger: what was decided on each trial of a Tune run, and what it cost. The search writes it, the callback closes it."""
+"""Ledger: the sessions of a Tune run's trials, and what they have reported. The search writes it, the callback closes it.
+
+The rules are those of :class:`perfguard.session.TrialSession`. Here they meet Tune's trials, which wait, start several times, and
+report from processes of their own.
+"""
 
 from __future__ import annotations
 
 import copy
-import functools
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
 from perfguard.capture import DryRuns
-from perfguard.exceptions import CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.guard import Guard, key_of_params
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.guard import Guard
 from perfguard.measure import CUT_SHORT, Measurement, Status
 from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.verdict import Decision, Verdict
-from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial
+from perfguard.session import HowEnded, TrialSession, check_repairs
+from perfguard.verdict import Verdict
+from perfguard.workload import AnyBuild, AnyWorkload
 from perfguard_ray.worker import forget, receive, send
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
     from perfguard.record import TrialRecord
 
+_Found = TypeVar("_Found", bound=AnyWorkload)
+_OK = HowEnded("ok")
 REPAIR_KEY = "perfguard_repair"
 
 
@@ -45,29 +51,62 @@ def repair_of(config: Mapping[str, Any]) -> Repair:
 
 @dataclass(slots=True)
 class Entry:
-    """One trial."""
+    """One trial: its session, and what it has reported."""
 
-    decision: Decision
+    session: TrialSession
     config: Mapping[str, Any]
     """Configuration of the trial: that of the decision, with its repair if it has one."""
     started_at: float | None = None
-    """Start by the wall clock, so that it outlives the process; None: waiting."""
+    """First start by the wall clock, so that it outlives the process. None: waiting."""
+    begun_at: float = 0.0
+    """Latest start by the wall clock."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """The latest measurement that the trial reported since its latest start."""
+    earlier: Mapping[str, Any] = field(default_factory=dict)
+    """The latest measurement of the starts before, where the trial goes on from what they reached."""
     earlier_time_s: float = 0.0
-    """Measured in starts before the latest, where the trial goes on from what they reached."""
+    """Measured in those starts."""
     earlier_steps: int = 0
-    end: tuple[Status, str] = ("ok", "")
-    """Status and note, if the trial ends now."""
+    resumes: bool = False
+    """Whether its latest start goes on from a checkpoint. Then it may have nothing left to do, and to report."""
+    spent_s: float = 0.0
+    """Measured in all starts before the latest, also where the trial begins anew."""
+    how_ends: HowEnded = _OK
+    """How the trial ends, if it ends now."""
     is_elsewhere: bool = False
     """Whether it has used another device than the guarded one."""
-    wanted: CapturedTrial | CaptureError | None = None
-    """What the trial is to compare with a real step; or why it is to be judged at its first forward pass. None: nothing."""
+
+    @staticmethod
+    def of(session: TrialSession, config: Mapping[str, Any]) -> Entry:
+        """Return the entry of a trial of ``config`` that was judged. It has its repair, if it has one."""
+        repair = session.verdict.repair
+        return Entry(session, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the configuration."""
+        return self.session.verdict
 
     @property
     def rejected(self) -> bool:
         """Whether the configuration does not fit."""
-        return self.decision.verdict.action == "prune"
+        return self.session.is_rejected
+
+    @property
+    def has_no_result(self) -> bool:
+        """Whether PerfGuard has ended the trial before its end, so that its latest result is none for the search."""
+        return (self.rejected and self.started_at is None) or self.how_ends.status == "timeout"
+
+    @property
+    def reported(self) -> Mapping[str, Any]:
+        """What is known of its cost: its latest report, over that of the starts before. Empty: it has reported nothing.
+
+        The memory is the most of both. A trial may start once more and come to its end without another report: a scheduler has
+        paused it at its last one.
+        """
+        known = {**self.earlier, **self.report}
+        peaks = [one["peak_memory_bytes"] for one in (self.earlier, self.report) if one.get("peak_memory_bytes") is not None]
+        return known | {"peak_memory_bytes": max(peaks)} if peaks else known
 
     @property
     def elapsed_s(self) -> float:
@@ -85,11 +124,27 @@ class Entry:
         mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
         return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
+    @property
+    def over_time(self) -> str | None:
+        """Why the running trial has to end now, whatever it has reported: ``hard_time_limit``. None: it may go on."""
+        return self.session.over_time(self.spent_s + time.time() - self.begun_at)
+
     def restart(self, *, from_checkpoint: bool = True) -> None:
         """The trial starts, for the first time or again; without a checkpoint it begins anew, and so does its measurement."""
-        self.earlier_time_s, self.earlier_steps = (self.elapsed_s, self.num_steps) if from_checkpoint else (0.0, 0)
+        self.spent_s += float(self.report.get("total_time_s", 0.0))
+        if from_checkpoint:
+            self.earlier_time_s = self.elapsed_s
+            self.earlier_steps = self.num_steps
+            self.earlier = self.reported
+        else:
+            self.earlier_time_s = 0.0
+            self.earlier_steps = 0
+            self.earlier = {}
+            self.started_at = None
+        self.resumes = from_checkpoint
         self.report = {}
-        self.started_at = (self.started_at if from_checkpoint else None) or time.time()
+        self.begun_at = time.time()
+        self.started_at = self.started_at or self.begun_at
 
 
 class Ledger:
@@ -107,18 +162,32 @@ class Ledger:
     def __init__(self, guard: Guard, build: AnyBuild, study: str) -> None:
         if not callable(build):
             raise ConfigurationError(f"build must be a function of the trial's configuration, but got {build!r}.")
+        check_repairs(guard, build)
         self.guard = guard
         self.build = build
         self.study = study
         self.search = Search()
         self.begun_at = time.time()
         self.entries: dict[str, Entry] = {}
-        self.num_repeated = 0
-        """Proposals that were rejected from memory."""
-        self.superseded: set[str] = set()
-        """Ids of the decisions in the log that a second look has taken the place of."""
+        self.num_judged = 0
+        """Proposals of the search."""
         self.verbose = 0
         """``RunConfig(verbose=...)``; from 1 on each configuration that is rejected has a line on the console."""
+
+    @property
+    def num_repeated(self) -> int:
+        """Proposals that were rejected from memory."""
+        return self.search.num_repeated
+
+    def _session(self, trial: int | None, trial_id: str | None) -> TrialSession:
+        return TrialSession(
+            guard=self.guard,
+            search=self.search,
+            study=self.study,
+            number=trial,
+            trial_id=trial_id,
+            dry_runs=self.build if isinstance(self.build, DryRuns) else None,
+        )
 
     def judge(
         self,
@@ -126,9 +195,7 @@ class Ledger:
         *,
         trial: int | None = None,
         trial_id: str | None = None,
-        runs_anyway: bool = False,
         proposed: Mapping[str, Any] | None = None,
-        seen: CapturedTrial | Exception | None = None,
     ) -> Entry:
         """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
 
@@ -136,62 +203,43 @@ class Ledger:
             config: the configuration of the trial.
             trial: Tune's number of the trial. It is for the log.
             trial_id: Tune's id of it.
-            runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
             proposed: what the search has proposed of ``config``. None: all of it.
-            seen: what the trial has shown at its first forward pass. None: it has not started.
         """
-        found = self.found(config, seen)
-        decide = functools.partial(self.guard.decide, found, study=self.study, trial=trial, params=config, trial_id=trial_id)
-        if runs_anyway:
-            return _entry(decide(), config)
-        # One that is proposed again is not known by what it has shown.
-        search, key = self.search, key_of_params(config) if seen else self.guard.key_of(found, config)
-        known = search.recall(key)
-        if known is not None:
-            self.num_repeated += 1
-            search.count(known.verdict)
-            return Entry(Decision("", known.verdict), config)
-        if seen is None and isinstance(found, CaptureError) and isinstance(self.build, DryRuns) and self.build.judges_late(found):
-            undecided = Verdict(action="launch", unjudged=f"{found}")
-            search.count(undecided)
-            return Entry(Decision("", undecided, study=self.study), config, wanted=found)
-        decision = decide(grounds=search.grounds(key))
-        if seen is None or decision.verdict.action == "prune":  # else it is counted already
-            search.count(decision.verdict)
-        before = search.remember(key, decision.verdict, params=proposed or config, decision_id=decision.id)
-        if before is not None:
-            self.superseded.add(before.decision_id)
-        elif decision.verdict.action == "prune" and self.verbose >= 1:
-            print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
-        entry = _entry(decision, config)
-        if seen is None and isinstance(found, CapturedTrial) and not entry.rejected and self.guard.watch(found) is not None:
-            entry.wanted = found
-        return entry
+        self.num_judged += 1
+        session = self._session(trial, trial_id)
+        found = self.found(config)
+        key = self.guard.key_of(found, config)
+        session.judge(found, config, key=key, proposed=proposed, may_wait=True, logs_repeats=False)
+        if self.verbose >= 1 and session.is_rejected and session.rejected_before is None:
+            print(f"PerfGuard rejected {_shown(config)}: it {session.verdict.reason}", flush=True)
+        return Entry.of(session, config)
 
-    def decide_late(self, trial_id: str, *, trial: int | None = None) -> bool:
+    def decide_late(self, trial_id: str) -> bool:
         """Give the verdict on a trial that waits for it at its first forward pass. Return whether it is rejected now.
 
         Raises:
             UnguardedTrialError: if it cannot be judged, and the guard is strict.
         """
         entry = self.entries[trial_id]
-        waiting = receive(trial_id, "seen") if isinstance(entry.wanted, CaptureError) else None
-        if waiting is None:
+        session = entry.session
+        shown = receive(trial_id, "seen") if session.problem is not None else None
+        if shown is None:
             return False
-        (seen, set_up_s), entry.wanted = waiting, None
-        assert isinstance(self.build, DryRuns)
-        self.build.note_first_forward(seen, set_up_s)
+        seen, set_up_s = shown
         try:
-            entry.decision = self.judge(entry.config, trial=trial, trial_id=trial_id, seen=seen).decision
+            session.judge_late(self._with_steps(seen, entry.config), entry.config, set_up_s=set_up_s)
         finally:
-            send(trial_id, "verdict", entry.decision.verdict.reason if entry.rejected else "")
-        if entry.rejected:
+            send(trial_id, "verdict", session.verdict.reason if session.is_rejected else "")
+        if session.is_rejected:
             entry.started_at = None  # it is not measured
-        return entry.rejected
+        return session.is_rejected
 
-    def found(self, config: Mapping[str, Any], seen: CapturedTrial | Exception | None = None) -> AnyWorkload | Exception:
-        """Return what the trial of ``config`` would run, unless it was ``seen``; or why that is not known."""
-        found = seen or self.guard.describe(self.build, config)
+    def found(self, config: Mapping[str, Any]) -> AnyWorkload | Exception:
+        """Return what the trial of ``config`` would run, or why that is not known."""
+        return self._with_steps(self.guard.describe(self.build, config), config)
+
+    def _with_steps(self, found: _Found | Exception, config: Mapping[str, Any]) -> _Found | Exception:
+        """Return ``found`` with its steps, which may follow from a hyperparameter in a group of the configuration."""
         if isinstance(found, Exception):
             return found
         try:
@@ -203,90 +251,98 @@ class Ledger:
         """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
         entry = self.entries.get(trial_id)
         if entry is not None and not _equal(entry.config, config):
-            if entry.started_at is None:  # Tune has filled in a value that the search could not see
-                self.superseded.add(entry.decision.id)
-            self.finish(trial_id, "ok", note=CUT_SHORT)
+            if entry.started_at is None and entry.session.decision is not None:
+                self.search.superseded.add(entry.session.decision.id)  # Tune has filled in a value that the search could not see
+            self.finish(trial_id, HowEnded("ok", CUT_SHORT))
             entry = None
         if entry is None:
-            entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial)
+            entry = self.entries[trial_id] = self._judge_running(trial_id, config, trial)
         entry.restart(from_checkpoint=from_checkpoint)
-        if entry.wanted is not None:
-            send(trial_id, "wanted", (self.guard.device, entry.wanted))
+        session = entry.session
+        session.number = session.number if trial is None else trial
+        wanted = session.problem or session.captured
+        if wanted is not None:
+            send(trial_id, "wanted", (self.guard.device, wanted))
 
-    def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None) -> Entry:
-        if not self.search.num_launched and not self.search.num_rejected:
+    def _judge_running(self, trial_id: str, config: Mapping[str, Any], trial: int | None) -> Entry:
+        if not self.num_judged:
             self._unguarded(
                 "search",
                 "A trial runs that PerfGuard has not judged: the guarded search proposes none of this run's trials, so none "
                 "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
             )
-        entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
-        if entry.rejected:
+        session = self._session(trial, trial_id)
+        session.decide(self.found(config), config)
+        if session.is_rejected:
             self._unguarded(
                 "late",
-                f"A trial runs that PerfGuard would have rejected: it {entry.decision.verdict.reason}. The search has not seen "
+                f"A trial runs that PerfGuard would have rejected: it {session.verdict.reason}. The search has not seen "
                 "its values: they come from a scheduler, from tune.sample_from, or are objects. Use tune.choice.",
             )
-        return entry
+        return Entry.of(session, config)
 
-    def try_again(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, note: str = "") -> Repair | None:
-        """Log a trial that ran out of memory and that Tune starts again. Return how it runs now. None: as before."""
+    def try_again(self, trial_id: str, config: Mapping[str, Any], *, note: str = "") -> Repair | None:
+        """Log a trial that ran out of memory and that Tune starts again. Return how it runs now. None: it must not run again."""
         entry = self.entries[trial_id]
-        self.finish(trial_id, "oom", note=note)
+        session = entry.session
+        self.finish(trial_id, HowEnded("oom", note))
         proposed = {name: value for name, value in config.items() if name != REPAIR_KEY}
-        first = entry.decision
-        decision = self.guard.decide(
-            self.found(proposed), study=self.study, trial=trial, params=proposed, trial_id=trial_id, ran_out=first
-        )
-        is_repaired = decision.verdict.action == "repair"
-        self.entries[trial_id] = _entry(decision, proposed) if is_repaired else Entry(first, entry.config)
-        return decision.verdict.repair if is_repaired else None
+        if not session.try_again(self.found(proposed), proposed):
+            return None
+        again = self.entries[trial_id] = Entry.of(session, proposed)
+        again.spent_s = entry.spent_s + float(entry.report.get("total_time_s", 0.0))
+        return session.verdict.repair
 
-    def finish(self, trial_id: str, status: Status | None = None, *, note: str = "") -> None:
-        """The trial is over: log what it cost and learn from it. The first call counts. ``status`` of None: :attr:`Entry.end`."""
+    def finish(self, trial_id: str, how: HowEnded | None = None) -> None:
+        """The trial is over: log what it cost and learn from it. The first call counts. None: as its entry says."""
         entry = self.entries.pop(trial_id, None)
         if entry is None or entry.started_at is None:
             return
-        if status is None:
-            status, note = entry.end[0], entry.end[1] or note
-        if isinstance(entry.wanted, CaptureError) and status != "interrupted":  # it ended before it could be judged
-            verdict = entry.decision.verdict
-            entry.decision = self.guard.record(verdict, study=self.study, params=entry.config, trial_id=trial_id)
-        if not entry.report and status in ("ok", "timeout"):
+        status, note = entry.how_ends if how is None else how
+        session = entry.session
+        was_asked = session.problem is not None or session.captured is not None
+        if session.problem is not None and status != "interrupted":
+            session.end_unjudged(entry.config)
+        if not entry.reported and status in ("ok", "timeout"):
             note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
-            self.warn_once(
-                "silent",
-                MeasurementWarning,
-                "A trial ended without reporting what it cost, so nothing can be learnt from it. Put "
-                "`with perfguard_ray.measure():` around the body of the training function, or decorate the Trainable class "
-                "with @perfguard_ray.measured.",
-            )
+            if not entry.resumes:
+                self._warn_of_silence()
         try:
-            measurement = self.measurement(entry, status, note)
-            if isinstance(self.build, DryRuns):
-                self.build.afford(measurement.total_time_s)
-            difference = None if entry.wanted is None else receive(trial_id, "difference")
-            if entry.wanted is not None:
+            difference = receive(trial_id, "difference") if was_asked else None
+            if was_asked:
                 forget(trial_id)
-            self.guard.learn(entry.decision, measurement, difference=difference)
-            self.search.num_ended += 1
+            session.end(self.measurement(entry, status, session.note_of(note)), difference=difference)
         except Exception as error:
             self.warn_once(
                 "learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {type(error).__name__}: {error}"
             )
 
+    def _warn_of_silence(self) -> None:
+        mend = (
+            "Put `with perfguard_ray.measure():` around the body of the training function, or decorate the Trainable class with "
+            "@perfguard_ray.measured."
+        )
+        if isinstance(self.build, DryRuns):  # it is measured already
+            mend = "Call `tune.report` at least once."
+        message = f"A trial ended without reporting what it cost, so nothing can be learnt from it. {mend}"
+        self.warn_once("silent", MeasurementWarning, message)
+
     def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
         """The cost of the trial until its latest report."""
-        report = entry.report
+        report = entry.reported
         nothing = {"peak_memory_bytes": None, "step_time_s": None, "method": "none", "framework": ""}
         device = {"device_id": self.guard.device.id, "device_name": self.guard.device.name}
         reported = {one.name: report[one.name] for one in fields(Measurement) if one.name in report}
         # The dry run has seen steps. Where this process has made none, others have, unless memory ended before the first.
         if status != "oom" and getattr(self.build, "captures", False) and not entry.num_steps:
             reported = {name: value for name, value in reported.items() if name in device}
+        now_s = time.time()
+        total_time_s = entry.elapsed_s or now_s - (entry.started_at or now_s)
+        if status == "timeout":  # it may have hung since its latest report
+            total_time_s = entry.earlier_time_s + now_s - entry.begun_at
         known = {
             "status": status,
-            "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),
+            "total_time_s": total_time_s,
             "num_steps": entry.num_steps,
             "note": "; ".join(filter(None, [note, report.get("note")])),
         }
@@ -295,17 +351,17 @@ class Ledger:
     def why_not_measured(self, entry: Entry) -> str:
         """The reason why a trial's report is not a measurement of the guarded device. Empty: it is, or there is no report."""
         measurement, device = self.measurement(entry, "ok"), self.guard.device
-        if not entry.report or measurement.is_of(device):
+        if not entry.reported or measurement.is_of(device):
             return ""
         return f"the worker used no {device.name}; the trial ran on {measurement.device_name}"
 
     def records(self) -> list[TrialRecord]:
         """The trials of the run in the log, oldest first. Of a configuration that was judged twice, the second verdict."""
-        return [record for record in self._logged() if record.decision_id not in self.superseded]
+        return [record for record in self._logged() if record.decision_id not in self.search.superseded]
 
     def superseded_guard_s(self) -> float:
         """Seconds of the guard for the verdicts that a second look has taken the place of."""
-        return sum(record.guard_s for record in self._logged() if record.decision_id in self.superseded)
+        return sum(record.guard_s for record in self._logged() if record.decision_id in self.search.superseded)
 
     def _logged(self) -> list[TrialRecord]:
         # An earlier experiment may have had the same name.
@@ -333,6 +389,10 @@ class Ledger:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
         self.__dict__.update(state)
+        for entry in self.entries.values():
+            entry.session.go_on(self.guard, self.search, self.build if isinstance(self.build, DryRuns) else None)
+
+    __setstate__ = set_state
 
 
 class InThisProcess:
@@ -384,11 +444,6 @@ def number_of(trial: Trial) -> int | None:
     """Tune's number of the trial, with which the name of its folder goes on after its id."""
     number = str(getattr(trial, "experiment_tag", "")).partition("_")[0]
     return int(number) if number.isdecimal() else None
-
-
-def _entry(decision: Decision, config: Mapping[str, Any]) -> Entry:
-    repair = decision.verdict.repair
-    return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
 
 
 def _shown(config: Mapping[str, Any], *, at_most: int = 120) -> str:

@@ -89,7 +89,7 @@ class TrialResources:
         ledger = self._ledger
         for entry in reversed(ledger.entries.values()):
             if entry.config == config:
-                return entry.decision.verdict.prediction
+                return entry.verdict.prediction
         try:
             found = ledger.found(config)
             if isinstance(found, Exception):

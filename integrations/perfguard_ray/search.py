@@ -9,11 +9,13 @@ import copy
 import functools
 import operator
 from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.tune.experiment import Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from ray.tune.search.search_algorithm import SearchAlgorithm
+from ray.tune.search.search_generator import SearchGenerator
 from ray.tune.search.util import _set_search_properties_backwards_compatible
 from ray.tune.search.variant_generator import assign_value, format_vars, generate_variants, parse_spec_vars
 from ray.tune.utils import merge_dicts
@@ -80,7 +82,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
         ConfigurationError: for invalid arguments, and for a SearchAlgorithm, which is no Searcher.
     """
 
-    _KEPT = ("_constants", "_inner_ids", "_least_doubtful_id", "_worst", "_untold")
+    _KEPT = ("_constants", "_inner_ids", "_least_doubtful_id", "_num_launched", "_worst", "_untold")
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
         self._constants: dict[str, Any] = {}
         self._inner_ids: dict[str, str | None] = {}
         """The wrapped searcher's id of each trial that runs. None: the searcher was told that it is rejected, and it is tried."""
+        self._num_launched = 0
         self._untold: list[str] = []
         """Its ids of rejected configurations that have no result yet."""
         self._least_doubtful_id = ""
@@ -149,7 +152,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
             if suggestion is None or suggestion == Searcher.FINISHED:
                 return suggestion
             entry = self._judge(trial_id, suggestion)
-            _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
+            _set_constraints(self.searcher, inner_id, entry.verdict.margins)
             if not entry.rejected:
                 return self._launch(trial_id, inner_id, suggestion, entry)
             if counted.least_doubtful is not None and counted.least_doubtful.params is suggestion:
@@ -159,13 +162,14 @@ class PerfGuardSearcher(_Guarded, Searcher):
         return self._give_up(trial_id, what)
 
     def _judge(self, trial_id: str, suggestion: Mapping[str, Any]) -> Entry:
-        number = self.ledger.search.num_launched + 1  # as Tune's SearchGenerator counts
+        number = self._num_launched + 1  # as Tune's SearchGenerator counts
         name = f"{getattr(self.ledger.build, 'trainable_name', 'trial')}_{trial_id}"  # as Tune makes it
         config = merge_dicts(self._constants, dict(suggestion))
         with asked_for(Facts(trial_id=trial_id, trial_name=name)):
             return self.ledger.judge(config, trial=number, trial_id=trial_id, proposed=suggestion)
 
     def _launch(self, trial_id: str, inner_id: str | None, suggestion: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
+        self._num_launched += 1
         self._inner_ids[trial_id] = inner_id
         self.ledger.entries[trial_id] = entry
         return {**suggestion, **{key: value for key, value in entry.config.items() if key == REPAIR_KEY}}
@@ -234,8 +238,8 @@ class PerfGuardSearcher(_Guarded, Searcher):
         self._is_waiting = False
         inner_id, entry = self._inner_ids.pop(trial_id, trial_id), self.ledger.entries.get(trial_id)
         if inner_id is not None and entry is not None:  # it may have been judged after its start
-            _set_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
-        if inner_id is not None and entry is not None and entry.rejected and entry.started_at is None:
+            _set_constraints(self.searcher, inner_id, entry.verdict.margins)
+        if inner_id is not None and entry is not None and entry.has_no_result:
             self._turn_down(inner_id)
             return
         if result and not error:
@@ -434,6 +438,16 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         state = _load_newest_checkpoint(dirpath, self.CKPT_FILE_TMPL.format("*"))
         if state is not None:
             self.set_state(state)
+
+
+def saved_ledger(folder: Path) -> Mapping[str, Any] | None:
+    """Return the state of the ledger that Tune has saved last in the ``folder`` of a run. None: this machine has none."""
+    for template in (PerfGuardVariantGenerator.CKPT_FILE_TMPL, SearchGenerator.CKPT_FILE_TMPL):
+        saved = _load_newest_checkpoint(str(folder), template.format("*"))
+        if saved is not None:
+            search = saved.get(f"name:{PerfGuardSearcher.__name__}", saved)
+            return search.get("ledger")  # type: ignore[no-any-return]
+    return None
 
 
 def _check_at_least_one(name: str, value: int) -> None:

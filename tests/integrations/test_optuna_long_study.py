@@ -21,7 +21,7 @@ from perfguard.graph import OpGraph, trace
 from perfguard.workload import CapturedTrial, Workload
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
 from perfguard_optuna.capture import ObjectiveBuild
-from perfguard_optuna.guard import KnownTrial
+from perfguard_optuna.session import OptunaSession
 from perfguard_optuna.study import GuardedObjective
 from tests.doubles import BARE_A100, ReplayPredictor
 from tests.perfguard.graph.parts import total
@@ -60,7 +60,7 @@ def number_of(kind: type) -> int:
 
 
 def test_a_thousand_structures_keep_a_bounded_number_of_objects() -> None:
-    before = {kind: number_of(kind) for kind in (CapturedTrial, OpGraph, KnownTrial)}
+    before = {kind: number_of(kind) for kind in (CapturedTrial, OpGraph, OptunaSession)}
     pruner = PerfGuardPruner(BARE_A100, memory_budget="1GiB", log=False, predictor=ReplayPredictor())
     study = perfguard_optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     for width in (5000, 500):
@@ -76,7 +76,7 @@ def test_a_thousand_structures_keep_a_bounded_number_of_objects() -> None:
 
     study.optimize(objective, 1000, pruner=pruner, count="proposed", callbacks=[look])
     assert most[CapturedTrial] <= 128
-    assert most[KnownTrial] <= 128
+    assert most[OptunaSession] <= 128
     assert most[OpGraph] <= 2 * 128 + 500, "beside those of the log's 500 newest runs"
     for trial in study.trials:
         width = trial.params["width"]

@@ -21,6 +21,7 @@ import perfguard_ray
 from perfguard import Estimate, Guard, MeasurementStore, Workload
 from perfguard.exceptions import (
     CaptureError,
+    ConfigurationError,
     LogError,
     LogWarning,
     MeasurementWarning,
@@ -28,7 +29,10 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
 )
 from perfguard.guard_time import GuardClock
+from perfguard.measure import CUT_SHORT, TOO_SLOW
 from perfguard.record import TrialRecord
+from perfguard.rejections import Search
+from perfguard.session import HowEnded, TrialSession
 from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator
 from perfguard_ray.callback import measurement_in, metrics_of, status_of_failure
@@ -78,7 +82,7 @@ def train(config: dict[str, Any]) -> dict[str, float] | None:
 def run(folder: Path, trainable: Any, space: Mapping[str, Any], *, num_samples: int = 1, **options: Any) -> Any:
     """Runs ``trainable`` guarded; returns Tune's results, the rows of the log and the predictor."""
     predictor = rough_predictor()
-    guard_options = {name: options.pop(name) for name in ("time_budget", "gpu") if name in options}
+    guard_options = {name: options.pop(name) for name in ("time_budget", "hard_time_limit", "gpu") if name in options}
     search = PerfGuardVariantGenerator(
         build=build, predictor=predictor, log=str(folder / "log.db"), **{"gpu": "cpu", **guard_options}
     )
@@ -101,7 +105,9 @@ def by(rows: list[TrialRecord], name: str) -> dict[Any, TrialRecord]:
 
 
 def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
-    return Entry(Decision("id", Verdict(action="launch"), steps), {}, started_at=0.0, report=report)
+    decision = Decision("id", Verdict(action="launch"), steps)
+    session = TrialSession(guard=Guard("cpu", time_budget=60.0, log=False), search=Search(), decision=decision)
+    return Entry(session, {}, started_at=0.0, report=report)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +123,9 @@ def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
     ],
 )
 def test_pace_needs_evidence_to_break_a_budget(given: Entry, expected: bool) -> None:
-    assert (Guard("cpu", time_budget=60.0, log=False).breaks_time_budget(given.decision, given) is not None) is expected
-    assert Guard("cpu", log=False).breaks_time_budget(given.decision, given) is None
+    assert (given.session.too_slow(given) is not None) is expected
+    given.session.guard = Guard("cpu", log=False)
+    assert given.session.too_slow(given) is None
 
 
 def test_outside_ray_a_block_is_measured_all_the_same() -> None:
@@ -201,12 +208,12 @@ def test_a_trial_that_its_pace_has_stopped_stays_so() -> None:
     ledger = Ledger(Guard("cpu", time_budget="10s", log=False), build, "study")
     callback, trial = PerfGuardCallback(SimpleNamespace(ledger=ledger)), stub("t", {})
     trial.should_stop = lambda result: False
-    known = ledger.entries["t"] = Entry(ledger.guard.record(Verdict(action="launch"), steps=1000, study="study"), {})
+    known = ledger.entries["t"] = ledger.judge({"steps": 1000})
     for pace_s, num_steps, total_s in ((0.05, 40, 2.0), (0.006, 200, 2.9)):
         device = {"device_name": ledger.guard.device.name, "pace_mean_s": pace_s, "pace_error_s": 1e-4}
         callback.on_trial_result(0, [], trial, report_of(num_steps, total_s, **device))
-        assert known.end[0] == "timeout"
-        assert known.end[1].startswith("at the measured pace it takes 50")
+        assert known.how_ends == HowEnded("ok", CUT_SHORT)
+        assert known.session.stopped.startswith("at the measured pace it takes 50")
 
 
 def test_a_dry_run_that_fails_is_made_once_for_a_proposal() -> None:
@@ -276,7 +283,7 @@ def test_guarded_device_measurement_stays_in_results() -> None:
     assert result["perfguard/peak_memory_bytes"] == 124 * 2**10
     assert "perfguard/not_measured" not in result
     # What Tune's loggers find beside it.
-    predicted = search.ledger.entries["a"].decision.verdict.prediction
+    predicted = search.ledger.entries["a"].verdict.prediction
     assert predicted is not None
     assert result["perfguard/memory_predicted_bytes"] == predicted.peak_memory.median
     assert result["perfguard/memory_measured_bytes"] == 124 * 2**10
@@ -314,6 +321,46 @@ def test_resumed_trial_adds_up_from_its_checkpoint(checkpoint: Any) -> None:
     entry = search.ledger.entries["a"]
     assert (entry.num_steps, entry.elapsed_s) == ((17, 6.0) if checkpoint else (12, 4.0))
     assert result["perfguard/time_measured_s"] == entry.elapsed_s, "Tune's loggers get the time that the budget is compared with"
+
+
+def test_last_start_without_a_report_keeps_what_was_measured_before() -> None:
+    """PBT pauses a trial at its last epoch. It starts once more, and has nothing left to do or to report."""
+    search = guarded(gpu="cpu")
+    callback = PerfGuardCallback(search)
+    search.ledger.entries["a"] = search.ledger.judge({"width": 8})
+    for report in (report_of(5, 2.0, peak_memory_bytes=2 * MIB), report_of(7, 3.0, peak_memory_bytes=MIB), None):
+        trial = stub("a", {"width": 8}, checkpoint="a checkpoint")
+        callback.on_trial_start(0, [], trial)
+        if report is not None:
+            callback.on_trial_result(0, [], trial, report)
+    callback.on_trial_complete(0, [], trial)
+    (row,) = search.ledger.guard.log.records()
+    assert row.measured == {"memory": 2 * MIB, "step_time": 1e-4, "time": 5.0}
+    assert (row.status, row.note) == ("ok", "")
+
+
+def test_repair_after_out_of_memory_needs_tune_to_start_trials_again() -> None:
+    callback, trial = PerfGuardCallback(guarded(gpu="cpu", on_oom="repair")), stub("a", {"width": 8})
+    trial.max_failures = 0
+    with pytest.raises(ConfigurationError, match=r"on_oom='repair' needs Tune .*FailureConfig\(max_failures=1\)"):
+        callback.on_trial_start(0, [], trial)
+
+
+def test_hard_time_limit_counts_all_starts_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that begins anew has the time that is left, as the second try of an Optuna trial has."""
+    now = [1000.0]
+    monkeypatch.setattr("perfguard_ray.ledger.time.time", lambda: now[0])
+    search = guarded(gpu="cpu", hard_time_limit="60s")
+    callback = PerfGuardCallback(search)
+    known = search.ledger.entries["a"] = search.ledger.judge({"width": 8})
+    callback.on_trial_start(0, [], stub("a", {"width": 8}))
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(5, 40.0))
+    now[0] += 5000.0  # it was paused
+    callback.on_trial_start(0, [], stub("a", {"width": 8}))
+    now[0] += 19.0
+    assert known.over_time is None
+    now[0] += 2.0
+    assert known.over_time == "ran for 60.0 s, hard_time_limit"
 
 
 @pytest.mark.parametrize(("report", "status"), [({}, "interrupted"), (report_of(5, 2.0), "ok")])
@@ -420,8 +467,8 @@ def test_rejected_trial_that_runs_counts_as_launched(capsys: pytest.CaptureFixtu
     with pytest.warns(UnguardedTrialWarning, match="would have rejected"):
         ledger.start("a", {"width": 4096}, trial=0)
     ledger.start("b", {"width": 5000}, trial=1)  # of which no rejection is remembered; the warning is said once
-    ledger.finish("a", "failed")
-    ledger.finish("b", "failed")
+    ledger.finish("a", HowEnded("failed"))
+    ledger.finish("b", HowEnded("failed"))
     assert capsys.readouterr().out == "", "a trial that runs is not rejected"
     rows = ledger.guard.log.records()
     assert [(row.trial_id, row.in_words, row.status) for row in rows] == [
@@ -478,8 +525,28 @@ def test_pace_over_time_budget_stops_trial(tmp_path: Path) -> None:
     _, rows, _ = run(tmp_path, slow, space, time_budget="14s", reuse_actors=True)
     logged = by(rows, "seconds")
     assert logged[0.0].status == "ok"
-    assert logged[0.1].status == "timeout"
+    assert logged[0.1].note.startswith(f"{TOO_SLOW}: at the measured pace it takes 20")
     assert 1 < logged[0.1].measured["time"] < 10  # all of it would have taken 20 s
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_trial_that_hangs_is_ended_at_its_hard_time_limit(tmp_path: Path) -> None:
+    """It is pruned, as one of Optuna's is. Tune itself ends a trial only at its next report."""
+
+    def hangs(config: dict[str, Any]) -> None:
+        with perfguard_ray.measure():
+            tune.report({"loss": train_steps(config, 6)})
+            if config["hangs"]:
+                time.sleep(60)
+
+    results, rows, _ = run(tmp_path, hangs, {"hangs": tune.grid_search([True, False])}, hard_time_limit="8s")
+    assert results.num_errors == 0
+    logged = by(rows, "hangs")
+    assert {hanging: row.status for hanging, row in logged.items()} == {True: "timeout", False: "ok"}
+    assert logged[True].note.startswith("ran for 8.00 s, hard_time_limit")
+    assert logged[True].breaks("time")
+    assert 8 <= logged[True].measured["time"] < 50
 
 
 @perfguard_ray.measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ray import tune
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from ray.tune.integration.ray_train import TuneReportCallback
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
@@ -264,6 +265,70 @@ def test_a_trial_that_fails_before_its_first_forward_pass_is_counted(tmp_path: P
     (record,) = guarded.perfguard.ledger.records()
     assert (record.status, record.in_words) == ("failed", "unguarded")
     assert "with TypeError" in record.reason
+
+
+def train_from_checkpoint(config: dict[str, Any]) -> None:
+    """Four epochs. It fails in the last one until there is a file named "go"."""
+    model = nn.Linear(64, SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+    checkpoint, start = tune.get_checkpoint(), 0
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            start = int((Path(folder) / "epoch").read_text()) + 1
+    for epoch in range(start, 4):
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.ones(32, 64)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+        if epoch == 3 and not (Path(config["folder"]) / "go").exists():
+            raise ValueError("not yet")
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "epoch").write_text(str(epoch))
+            tune.report({"loss": loss.item()}, checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+@pytest.mark.filterwarnings("ignore:Consider boosting PBT performance")
+def test_pause_at_the_last_epoch_keeps_the_measurement(tmp_path: Path) -> None:
+    """PBT pauses a trial at its last report, and its last start has nothing left to do. The log had no measurement then."""
+    (tmp_path / "go").touch()
+    guarded = perfguard_ray.guarded(train_from_checkpoint, **OPTIONS | {"gpu": "cpu", "memory_budget": "1GiB"})
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=2,
+        quantile_fraction=0.0,
+        hyperparam_mutations={"lr": tune.uniform(1e-3, 1e-2)},
+    )
+    results = fit(guarded, tmp_path, {"lr": tune.grid_search([1e-3, 1e-2])}, scheduler=scheduler)
+    assert [result.metrics["training_iteration"] for result in results] == [4, 4]
+    rows = guarded.perfguard.ledger.records()
+    assert [(row.status, row.note) for row in rows] == [("ok", ""), ("ok", "")]
+    assert all(row.measured.keys() >= {"memory", "step_time", "time"} for row in rows)
+    assert [run.measurement.num_steps for run in guarded.perfguard.ledger.guard.log.observations("cpu")] == [20, 20]
+
+
+@pytest.mark.parametrize("search_alg", [None, OptunaSearch(seed=1)])
+def test_summary_of_a_restored_run_shows_the_run(search_alg: Any, tmp_path: Path) -> None:
+    """Another process makes the guarded function again, and `summarize(guarded)` was that of a run without trials."""
+    options = OPTIONS | {"gpu": "cpu", "memory_budget": "1GiB", "log": str(tmp_path / "log.db")}
+    begun = perfguard_ray.guarded(train_from_checkpoint, **options)
+    (failed,) = fit(begun, tmp_path, {"lr": 0.01 if search_alg is None else tune.uniform(0.01, 0.02)}, search_alg=search_alg)
+    assert "not yet" in str(failed.error)
+    (tmp_path / "go").touch()
+    again = perfguard_ray.guarded(train_from_checkpoint, **options)
+    tuner = tune.Tuner.restore(str(Path(failed.path).parent), trainable=again, resume_errored=True)
+    before = perfguard_ray.summarize(again)
+    assert (before.title, before.num_failed) == (perfguard_ray.summarize(begun).title, 1)
+    assert tuner.fit().num_errors == 0
+    after = perfguard_ray.summarize(again)
+    assert (after.num_launched, after.num_measured) == (before.num_launched + 1, 1)
+
+
+def test_run_that_was_begun_without_a_guard_says_so_when_it_is_restored(tmp_path: Path) -> None:
+    (begun,) = fit(train_from_checkpoint, tmp_path, {"lr": 0.01})
+    guarded = perfguard_ray.guarded(train_from_checkpoint, **OPTIONS)
+    with pytest.warns(UnguardedTrialWarning, match="begun without a guard"):
+        tune.Tuner.restore(str(Path(begun.path).parent), trainable=guarded)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -20,6 +20,7 @@ from torch import nn
 import perfguard_ray
 from perfguard import Estimate, Guard, Workload
 from perfguard.exceptions import NothingFeasibleWarning
+from perfguard.session import HowEnded
 from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -169,7 +170,7 @@ def test_random_search_runs_its_least_doubtful_configuration_before_it_ends(tmp_
 
 def end_a_trial(search: Any, trial_id: str) -> None:
     search.ledger.start(trial_id, search.ledger.entries[trial_id].config)
-    search.ledger.finish(trial_id, "failed")
+    search.ledger.finish(trial_id, HowEnded("failed"))
 
 
 @pytest.mark.parametrize("restored", [False, True])

@@ -205,6 +205,7 @@ REPAIRS: dict[str, Any] = {"build": build_batch, "memory_budget": "160KiB", "on_
         (lambda: guarded(ListSearcher([]), max_proposals=0), ConfigurationError, "max_proposals must be at least 1"),
         (lambda: guarded(ListSearcher([]), build=None), ConfigurationError, "build must be a function"),
         (lambda: guarded(ListSearcher([]), gpu="a1000"), ConfigurationError, "a1000"),
+        (lambda: perfguard_ray.guarded(train, on_oom="repair"), ConfigurationError, "on_oom='repair' needs build="),
         (lambda: PerfGuardCallback(OptunaSearch()), ConfigurationError, "PerfGuardCallback takes the PerfGuardSearcher"),
     ],
 )
@@ -265,18 +266,29 @@ def test_repair_reaches_training_function_and_log(tmp_path: Path) -> None:
 
 
 def train_or_run_out(config: dict[str, Any]) -> None:
-    """Has memory for 100 samples at once."""
+    """Has memory for so many samples at once."""
     batch_size = perfguard_ray.repair_of(config).micro_batch_size or config["width"]
     with perfguard_ray.measure():
-        if batch_size > 100:
+        if batch_size > config["most"]:
             raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
     train_repaired(config)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_trial_that_runs_out_of_memory_starts_again_with_a_repair(tmp_path: Path) -> None:
-    search = guarded_generator(**REPAIRS | {"memory_budget": "1MiB"})
+@pytest.mark.parametrize(
+    ("on_oom", "most", "tries"),
+    [
+        ("repair", 128, [("launched", "oom"), ("repaired", "ok")]),
+        ("repair", 100, [("launched", "oom"), ("repaired", "oom")]),
+        ("prune", 128, [("launched", "oom")]),
+    ],
+)
+def test_trial_that_runs_out_of_memory_starts_again_once_and_only_with_a_repair(
+    on_oom: str, most: int, tries: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Tune would start it five times more. As it was, it would run out of memory each time."""
+    search = guarded_generator(build=build_batch, memory_budget="1MiB", on_oom=on_oom)
     config = tune.RunConfig(
         storage_path=str(tmp_path),
         callbacks=[PerfGuardCallback(search)],
@@ -284,16 +296,16 @@ def test_trial_that_runs_out_of_memory_starts_again_with_a_repair(tmp_path: Path
         verbose=0,
     )
     tune_config = tune.TuneConfig(search_alg=search, num_samples=1)
-    space = {"width": tune.grid_search([256, SMALL])}
+    space = {"width": tune.grid_search([256, SMALL]), "most": most}
     results = tune.Tuner(train_or_run_out, param_space=space, tune_config=tune_config, run_config=config).fit()
-    assert results.num_errors == 0
+    assert results.num_errors == 0, "a trial that PerfGuard ends is no error"
     batches: dict[int, Any] = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
-    assert batches[256]["batch_size"] <= 100
-    assert batches[256]["batch_size"] * batches[256]["passes"] == 256
-    logged = [(row.params["width"], row.in_words, row.status) for row in search.ledger.records()]
-    assert logged[0] == (256, "launched", "oom")
-    assert (256, "repaired", "ok") in logged
-    assert (SMALL, "launched", "ok") in logged
+    if tries[-1][1] == "ok":
+        assert batches[256]["batch_size"] * batches[256]["passes"] == 256
+    logged = {256: [], SMALL: []}  # type: dict[int, list[tuple[str, str | None]]]
+    for row in search.ledger.records():
+        logged[row.params["width"]].append((row.in_words, row.status))
+    assert logged == {256: tries, SMALL: [("launched", "ok")]}
 
 
 @pytest.mark.slow

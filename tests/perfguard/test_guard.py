@@ -376,12 +376,12 @@ def test_real_steps_of_hundreds_of_structures_are_bounded() -> None:
     guard, one = Guard(DEVICE, log=False, predictor=Oracle()), trace(Workload(nn.Linear(8, 8), inputs=(4, 8), mode="infer"))
     trials = [CapturedTrial(replace(one, ops=(one.ops[0]._replace(flops=number), *one.ops[1:]))) for number in range(1500)]
     for trial in trials:
-        assert guard.watch(trial) is not None
-        assert guard.watch(trial) is None
+        assert guard.wants_real_step(trial)
+        assert not guard.wants_real_step(trial)
         assert guard.trace(trial) is trial.graph
     assert len(guard._real_steps) == 1024
     assert not [found for _, found in guard._real_steps.newest_first() if found.graph is not None]
-    assert guard.watch(trials[0]) is not None
+    assert guard.wants_real_step(trials[0])
 
 
 def test_guard_time_is_kept_with_verdicts_and_reported_when_it_is_too_much(
