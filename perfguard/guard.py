@@ -51,7 +51,7 @@ from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair,
 from perfguard.risk_budget import DEFAULT_RISK, EVEN_CHANCE, MOST_DOUBTFUL, SMALL_CHANCE, PredictedTimes, check_risk, shows
 from perfguard.steps import Steps, steps_of_finished
 from perfguard.summary import summarize
-from perfguard.verdict import Action, Decision, Verdict
+from perfguard.verdict import ALIKE, Action, Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, Workload, build_workload, did_you_mean
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ class Guard:
         self._tuned = str(predictor) if is_wanted and can_refine else ""
         """Name of the predictor whose weights are fine-tuned. Empty: they are not."""
         self._num_runs = 0
+        self._costly: set[str] = set()
+        """Studies that the guard costs more than it saves."""
         self._tuning: subprocess.Popen[bytes] | None = None
         self._learn_from_log("")
         self._announce_log()
@@ -574,6 +576,8 @@ class Guard:
                         self._learn_from_log(study)
                     verdict = self._judge(workload, graph)
                     unchecked = self._unchecked(workload, verdict)
+                    if isinstance(workload, CapturedTrial) and workload.source == ALIKE:
+                        graph = None  # the measurement is one of another step, from which nothing is learnt
                     verdict, workload = self._settle(verdict, workload, ran_out)
                     if grounds and verdict.action == "prune" and not verdict.is_ruled_out:
                         verdict = replace(verdict, action="launch", grounds=grounds)
@@ -649,7 +653,7 @@ class Guard:
 
         :class:`perfguard.capture.real.RealStep` does it. The next call for an equal trial returns False.
         """
-        if self._real_steps.get(captured.graph.content_hash) is not None:
+        if captured.source == ALIKE or self._real_steps.get(captured.graph.content_hash) is not None:
             return False
         self._real_steps.put(captured.graph.content_hash, _RealStep())
         return True
@@ -727,13 +731,32 @@ class Guard:
         if self._num_runs < least_runs or self._num_runs & (self._num_runs - 1):
             return
         with self._going_on(LogWarning, "read the guard's time"):
-            cost = summarize(self.log.records(study)).cost
-            if cost is not None and cost.is_too_high:
-                log_once(
-                    f"cost of {study}",
-                    f"The guard costs the study {study!r} more than it saves: {cost}. Longer trials make up for it. So does "
-                    "`build=...`, which needs no dry run.",
-                )
+            summary = summarize(self.log.records(study))
+            if summary.cost is None or not summary.cost.is_too_high:
+                self._costly.discard(study)
+                return
+            self._costly.add(study)
+            words = [f"The guard costs the study {study!r} more than it saves: {summary.cost}."]
+            makes_dry_runs = any(source.startswith("captured") for source in summary.sources)
+            if makes_dry_runs and not self.strict:
+                words.append("From now on it makes no dry run of a trial that is like one before, where all budgets have room.")
+            words.append("Longer trials make up for its time.")
+            if makes_dry_runs:
+                words.append("So does `build=...`, which needs no dry run.")
+            log_once(f"cost of {study}", " ".join(words))
+
+    def stand_ins(self, study: str) -> Callable[[CapturedTrial], bool] | None:
+        """Return what says whether a captured trial may stand in for one alike. None: each trial of ``study`` is dry-run.
+
+        While the guard costs the study more than it saves, a trial may that leaves room under all limits. A strict guard judges
+        each trial by its own step.
+        """
+        return partial(self._may_stand_in, study=study) if study in self._costly and not self.strict else None
+
+    def _may_stand_in(self, captured: CapturedTrial, *, study: str, room: float = 1.5) -> bool:
+        """Return whether each limit would hold with a chance of 95% if the trial needed ``room`` times as much."""
+        verdict = self.preview(captured, study=study)
+        return verdict.action == "launch" and all(limit.margin(SMALL_CHANCE) < -math.log(room) for limit in verdict.limits)
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""

@@ -28,7 +28,10 @@ Source = Literal[
     "captured, not sealed",
     "captured at the first forward pass, not sealed",
     "described",
+    "as a trial alike",
 ]
+ALIKE: Literal["as a trial alike"] = "as a trial alike"
+"""The source of a trial for which another one stands in, see :mod:`perfguard.capture.alike`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,6 +290,7 @@ class GuardedObjective:
         if not isinstance(captures, ObjectiveBuild):
             return guarded
         found: Exception | None = None
+        captures.may_stand_in = self.guard.guard.stand_ins(trial.study.study_name)
         try:
             captures.ask(trial)
         except (SelfEnded, SelfDescribed):

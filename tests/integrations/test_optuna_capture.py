@@ -26,6 +26,7 @@ from perfguard.capture.first_forward import FirstForward
 from perfguard.exceptions import CaptureError, DriftWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard_time import GuardClock
 from perfguard.log import MeasurementStore
+from perfguard.verdict import ALIKE
 from perfguard.workload import CapturedTrial
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of, repair_of, summarize
 from perfguard_optuna.capture import ObjectiveBuild, leave_study
@@ -620,3 +621,31 @@ def test_guard_time_has_dry_runs_and_not_the_sampler(monkeypatch: pytest.MonkeyP
     assert_judged(study.trials)
     assert SlowSampler.now_s == 2 * (200 + 2 * 5), "a verdict asks for what was captured"
     assert [record_of(trial).guard_s for trial in study.trials] == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_costly_guard_makes_no_dry_run_of_a_trial_alike(varies: bool) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 8, 600)
+        rate = trial.suggest_float("momentum" if varies and width % 2 else "rate", 0.1, 0.2)
+        model = nn.Linear(8, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        return 0.0
+
+    study = study_of()
+    for width in (100, 101, 110, 400, 410):
+        study.enqueue_trial({"width": width})
+    guarded = perfguard_optuna.guarded(objective, gpu="cpu", log=False)
+    study.optimize(guarded, n_trials=2)
+    guarded.guard.guard._costly = {study.study_name}
+    study.optimize(guarded, n_trials=3)
+    assert_judged(study.trials)
+    sources = [trial.user_attrs["perfguard:source"].partition(",")[0] for trial in study.trials]
+    # Where a value decides what is asked, nobody knows it without a dry run.
+    assert sources == ["captured", "captured", "captured" if varies else ALIKE, "captured", "captured" if varies else ALIKE]
+    assert [trial.params["width"] for trial in study.trials] == [100, 101, 110, 400, 410]
+    assert all(len(trial.params) == 2 for trial in study.trials)
