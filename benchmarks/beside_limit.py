@@ -7,12 +7,13 @@ objective, or by an oracle. The oracle knows what fits, tells the sampler so, an
 the truth is known and the time of the studies is that of an idle machine:
 
 - The loss is a formula: it falls with the width, and depth, batch size and learning rate have a best value.
-- What fits is decided by a table. The peak memory of every configuration is measured before the studies, and the budget is such
-  that the best that fits needs nine tenths of it. The next width needs more than all of it.
+- What fits is decided by a table. The peak memory of every configuration is measured before the studies: the median of five runs
+  in random order, since equal runs scatter (`benchmarks/resident_set.py`). The budget is such that the best that fits needs nine
+  tenths of it. The next width needs more than all of it.
 - A trial that does not fit raises PyTorch's error in its first forward pass. In a dry run nothing is allocated, so nothing fails.
 - The clock. A trial takes ten seconds: one of set-up and nine of training, of whose steps three run. One that fails takes half
   of that, a tenth or a fiftieth: this is what a failure costs where it shows late (an evaluation), or at once. The guard is not
-  told. A guarded trial takes the guard's processor time besides, and the set-up again for the dry run, also if it is pruned. A
+  told. A guarded trial takes the guard's processor time besides, and the set-up again for each dry run, also if it is pruned. A
   study ends when its time is over.
 
 "Above the optimum" is the best loss less the loss of the best configuration that fits.
@@ -22,11 +23,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import random
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +44,7 @@ from torch import nn
 
 import perfguard_optuna
 from perfguard import Run, resolve_device
+from perfguard.capture import DryRuns
 from perfguard.quantities import format_bytes
 
 WIDTHS, DEPTHS, BATCHES = range(512, 1537, 128), (1, 2, 3), (32, 64, 128)
@@ -158,6 +162,30 @@ def measured_peak(config: Config) -> int:
     return run.measurement.peak_memory_bytes
 
 
+def measured_peaks(num_readings: int = 5) -> dict[Config, int]:
+    """Peak memory of each configuration, in bytes: the median of some runs in random order."""
+    work = [config for config in product(WIDTHS, DEPTHS, BATCHES) for _ in range(num_readings)]
+    random.Random(0).shuffle(work)
+    read: defaultdict[Config, list[int]] = defaultdict(list)
+    for config in work:
+        read[config].append(measured_peak(config))
+    return {config: round(statistics.median(peaks)) for config, peaks in read.items()}
+
+
+class DryRunCount:
+    """Counts the dry runs of this process."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        run = DryRuns._run
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.number += 1
+            return run(*arguments, **options)
+
+        DryRuns._run = counted  # type: ignore[method-assign]
+
+
 class Outcome(NamedTuple):
     """One study."""
 
@@ -187,11 +215,13 @@ def run_study(objective: Objective, arm: Arm, seed: int, seconds: float) -> Outc
         time.perf_counter = CLOCK
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     run_s = lost_s = guard_s = 0.0
+    dry_runs = DryRunCount()
     with tempfile.TemporaryDirectory() as folder:
         settings: Any = {"memory_budget": objective.budget, "log": f"{folder}/log.db"}
         run: Any = perfguard_optuna.guarded(objective, gpu="cpu", **settings) if is_guarded else objective
         while run_s + lost_s + guard_s < seconds and len(study.trials) < MOST_TRIALS:
             objective.own_s = 0.0
+            before = dry_runs.number
             start = processor_s()
             study.optimize(run, n_trials=1, catch=torch.OutOfMemoryError)
             trial = study.trials[-1]
@@ -200,7 +230,7 @@ def run_study(objective: Objective, arm: Arm, seed: int, seconds: float) -> Outc
             elif trial.state == optuna.trial.TrialState.FAIL or objective.own_s:
                 lost_s += objective.failure * TRIAL_S
             if is_guarded:
-                guard_s += objective.set_up_s + processor_s() - start - objective.own_s
+                guard_s += (dry_runs.number - before) * objective.set_up_s + processor_s() - start - objective.own_s
         if is_guarded:
             run.end()
     pruned = [trial for trial in study.trials if is_guarded and perfguard_optuna.record_of(trial).is_pruned]
@@ -253,13 +283,12 @@ def main() -> None:
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        configs = list(product(WIDTHS, DEPTHS, BATCHES))
-        peaks = dict(zip(configs, pool.map(measured_peak, configs), strict=True))
+        peaks = pool.submit(measured_peaks).result()
     budget = round(peaks[BEST] / 0.9)
     known = Objective(peaks, budget, failure=0.1)
-    best = min(filter(known.fits, configs), key=loss_of)
+    best = min(filter(known.fits, peaks), key=loss_of)
     assert best == BEST, best
-    share = sum(map(known.fits, configs)) / len(configs)
+    share = sum(map(known.fits, peaks)) / len(peaks)
     print(f"budget {format_bytes(budget)}, {share:.0%} of the configurations fit", file=sys.stderr)
     work = list(product(arguments.seeds, arguments.failures))
     with ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=1) as pool:

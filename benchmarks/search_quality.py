@@ -4,8 +4,9 @@
 
 The search spaces are rows of a workload table: networks by family and by rank in it, and batch sizes. Whether a trial fits is as
 measured; what the guard believes was predicted by a predictor that has not seen the family (the folds of `perfguard leaderboard`,
-made here if the cache lacks them). Optuna, its TPE and the plugins are the real ones; only the training is not run: a trial takes
-2,000 steps of the time that was measured, or where the table has none of the roofline; a trial that fails costs a tenth of that.
+made here if the cache lacks them). Optuna, its TPE, the plugins and the account of risk are the real ones; only the training is
+not run: a trial takes 2,000 steps of the time that was measured, or where the table has none of the roofline; a trial that fails
+costs a tenth of that. The predictor learns nothing from the trials. A configuration that ran is known.
 
     none       no guard: a trial that does not fit crashes and is told as failed
     fake       pruned where live bytes exceed the limit, as estimators on fake tensors say, and nothing is told of how far
@@ -23,7 +24,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,7 +34,8 @@ import optuna
 from _record import parser_of, show
 from rich.progress import track
 
-from perfguard import Estimate, Guard, Prediction, Workload
+from perfguard import Estimate, Guard, Observation, Prediction, Workload
+from perfguard.measure import Measurement
 from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
@@ -66,6 +68,16 @@ class Point(NamedTuple):
     predicted_bytes: float
     log_sigma: float
     loss: float
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds from its launch to its end, or until it fails."""
+        return self.trial_s if self.fits else self.trial_s * _CRASH_SHARE
+
+    @property
+    def content_hash(self) -> str:
+        """What an operator graph is known by."""
+        return repr(self)
 
 
 @dataclass(frozen=True)
@@ -142,9 +154,26 @@ class TableGuard(Guard):
         prediction = self.predictor.predict(graph, self.device)
         return Verdict.of(prediction, limits(prediction), accepted=threshold)
 
-    def record(self, verdict: Verdict, graph: Any = None, **_: Any) -> Decision:
-        """Not kept."""
-        return Decision("", verdict)
+    def record(self, verdict: Verdict, graph: Any = None, **options: Any) -> Decision:
+        """In the log, without the point."""
+        return super().record(verdict, None, **options)
+
+    def end(self, decision: Decision, point: Point) -> None:
+        """Log how a trial of ``point`` ended, from which the risk is accounted. It is known from now on."""
+        measured = Measurement(
+            status="ok" if point.fits else "oom",
+            device_id=self.device.id,
+            device_name=self.device.name,
+            peak_memory_bytes=round(point.memory_bytes) if point.fits else None,
+            step_time_s=None,
+            total_time_s=point.lasts_s,
+            num_steps=_STEPS if point.fits else 0,
+            method="table",
+            framework="",
+        )
+        self.log.record_measurement(decision.id, measured)
+        run: Any = Observation(point, self.device, measured)  # type: ignore[arg-type]
+        self._assessment = replace(self._assessment, runs_of={**self._assessment.runs_of, point.content_hash: [run]})
 
 
 def build(params: Mapping[str, Any], space: Space) -> Workload:
@@ -193,18 +222,19 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: OptunaGuar
         if decision.verdict.action == "prune":
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return
+        guard.guard.end(decision, point)  # type: ignore[attr-defined]
+        guard.search_of(study).num_ended += 1
     outcome.launched += 1
+    outcome.time_s += point.lasts_s
     if not point.fits:
         outcome.crashed += 1
-        outcome.wasted_s += point.trial_s * _CRASH_SHARE
-        outcome.time_s += point.trial_s * _CRASH_SHARE
+        outcome.wasted_s += point.lasts_s
         if guard is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:  # as OptunaGuard does when a trial runs out of memory
             trial.set_constraint("perfguard:memory", 0.01)
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         return
-    outcome.time_s += point.trial_s
     outcome.near_limit += point.memory_bytes > 0.9 * space.limit_bytes
     if point.loss < outcome.best_by(math.inf):
         outcome.best.append((outcome.time_s, point.loss))

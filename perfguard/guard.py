@@ -43,7 +43,7 @@ from perfguard.guard_time import GuardClock, on_guard_time
 from perfguard.last_used import LastUsed
 from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.own_runs import judged_by
-from perfguard.physics import HOPELESS, LeastMemory, least_reading
+from perfguard.physics import HOPELESS, LeastMemory, least_reading, scatter_of_readings
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused
 from perfguard.quantities import format_dollars, format_seconds, parse_seconds
@@ -301,7 +301,9 @@ class Guard:
             steps_log_sigma: standard deviation of their logarithm. 0: they are known.
         """
         with self._lock:
-            prediction = self.predictor.predict(graph, self.device, steps=steps).widened(self._assessment.widening)
+            prediction = self.predictor.predict(graph, self.device, steps=steps)
+            scatter = scatter_of_readings(prediction.peak_memory.median, self.device.kind)
+            prediction = prediction.widened(self._assessment.widening, least_memory_log_sigma=scatter)
         total_time = prediction.total_time
         prediction = replace(prediction, total_time=total_time and total_time.scaled(1.0, log_sigma=steps_log_sigma))
         return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
@@ -409,42 +411,56 @@ class Guard:
 
         A ``threshold`` of None is :attr:`accepted`. With another one, earlier runs do not count.
         """
-        steps, per_epoch = workload.steps and Steps(workload.steps), workload.steps_per_epoch
-        is_limited = self.budget.longest_trial_s is not None
-        if is_limited and not steps:
-            steps = steps_of_finished(self._assessment.observations, study=self._study, steps_per_epoch=per_epoch)
+        steps = self._steps_of(workload)
+        captured = workload if isinstance(workload, CapturedTrial) else None
         with gc_paused():  # a trace makes many small objects, and collecting them between takes longer than the trace
-            subject: OpGraph | LeastMemory
-            try:
-                subject = graph or self.trace(workload)
-            except TooLargeError as error:
-                subject = LeastMemory.behind(error, self.device)
+            subject = graph or self._trace_or_bound(workload)
             verdict = self.judge(
                 subject,
                 self._limits_of(workload),
                 threshold=self.accepted if threshold is None else threshold,
-                steps=steps and steps.number,
-                steps_log_sigma=steps.log_sigma if steps else 0.0,
-                phases=workload.phases if isinstance(workload, CapturedTrial) else {},
+                steps=None if steps is None else steps.number,
+                steps_log_sigma=0.0 if steps is None else steps.log_sigma,
+                phases={} if captured is None else captured.phases,
             )
-            verdict = replace(verdict, source=workload.source if isinstance(workload, CapturedTrial) else "described")
-        remarks = [steps.remark if steps else ""]
-        if verdict.worst is not None and verdict.worst.quantity == "host_memory":
-            remarks.append(str(getattr(workload, "host_memory", "")))
-        verdict = replace(verdict, remark="; ".join(filter(None, remarks)))
+        source = "described" if captured is None else captured.source
+        verdict = replace(verdict, source=source, remark=_remark_on(verdict, workload, steps))
         if threshold is None and verdict.action == "prune" and not isinstance(subject, LeastMemory):
             runs = self._assessment.runs_of.get(subject.content_hash, ())
-            verdict = judged_by(verdict, runs, steps=steps and steps.number)
-        if is_limited and per_epoch:  # from which later trials know what an epoch was
-            epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
-            verdict = replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
+            verdict = judged_by(verdict, runs, steps=None if steps is None else steps.number)
+        self._warn_untrained(verdict)
+        return self._with_epoch_time(verdict, workload)
+
+    def _steps_of(self, workload: AnyWorkload) -> Steps | None:
+        """The steps of the whole trial, if need be from the study's finished trials. None: they are unknown, or do not matter."""
+        if workload.steps:
+            return Steps(workload.steps)
+        if self.budget.longest_trial_s is None:
+            return None
+        return steps_of_finished(self._assessment.observations, study=self._study, steps_per_epoch=workload.steps_per_epoch)
+
+    def _trace_or_bound(self, workload: AnyWorkload) -> OpGraph | LeastMemory:
+        """The operators of one step, or the least memory of one that is too large to trace."""
+        try:
+            return self.trace(workload)
+        except TooLargeError as error:
+            return LeastMemory.behind(error, self.device)
+
+    def _with_epoch_time(self, verdict: Verdict, workload: AnyWorkload) -> Verdict:
+        """``verdict`` with the time of an epoch, if a budget limits the time. Later trials know from it what an epoch was."""
+        per_epoch = workload.steps_per_epoch
+        if self.budget.longest_trial_s is None or not per_epoch:
+            return verdict
+        epoch_time = verdict.predicted["step_time"].scaled(per_epoch)
+        return replace(verdict, predicted={**verdict.predicted, "epoch_time": epoch_time})
+
+    def _warn_untrained(self, verdict: Verdict) -> None:
         if verdict.prediction is not None and not verdict.prediction.trained_on_device:
             self.warn_once(
                 UntrainedDeviceWarning,
                 f"{verdict.prediction.predictor} was not trained on such steps on {self.device.name}. "
                 "Read the interval and not the median until some trials have run.",
             )
-        return verdict
 
     def _limits_of(self, workload: AnyWorkload | None) -> Callable[[Prediction], Iterable[Limit]]:
         """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
@@ -838,6 +854,14 @@ class _RealStep(NamedTuple):
 
     graph: OpGraph | None = None
     """None: as captured, or it is not known yet."""
+
+
+def _remark_on(verdict: Verdict, workload: AnyWorkload, steps: Steps | None) -> str:
+    """What a person should know beside the numbers: where the steps come from, and what the host's memory holds."""
+    remarks = ["" if steps is None else steps.remark]
+    if verdict.worst is not None and verdict.worst.quantity == "host_memory":
+        remarks.append(str(getattr(workload, "host_memory", "")))
+    return "; ".join(filter(None, remarks))
 
 
 def _num_operators(real: _RealStep) -> int:

@@ -305,7 +305,7 @@ class MeasurementStore:
         for run, decision, _ in rows:
             if run is not None and run.status == "ok" and run.peak_memory_bytes and decision.graph_hash:
                 read[decision.graph_hash].append(run.peak_memory_bytes)
-        usual = {graph_hash: statistics.median(readings) for graph_hash, readings in read.items() if len(readings) >= 3}
+        usual = {graph_hash: statistics.median(readings) for graph_hash, readings in read.items()}
         ended, running, now_ns = [], [], time.time_ns()
         for run, decision, device_id in rows:
             try:

@@ -26,6 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
 from perfguard.measure import CUT_SHORT, NOT_A_NUMBER, TOO_SLOW, Measurement
+from perfguard.physics import least_exceeding
 from perfguard.predictor import Observation, Target
 from perfguard.record import QUANTITIES, VERDICT_COLUMNS, TrialRecord, breaks, columns_of, measured_by, numbers_in, verdict_from
 from perfguard.risk_budget import EndedTrial, RunningTrial, shows
@@ -267,7 +268,13 @@ def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, d
 def ended_trial_of(run: MeasurementRow, decision: DecisionRow, *, usual_bytes: float | None) -> EndedTrial:
     """Return what the account of risk needs of a launched trial that has ended on the guarded device.
 
-    ``usual_bytes`` is the median of three or more readings of its step, which counts instead of its own. None: there are fewer.
+    A trial that has its result exceeded no limit of memory for sure if its reading is over it by no more than equal readings
+    scatter.
+
+    Args:
+        run: its measurement.
+        decision: the verdict on it.
+        usual_bytes: the median reading of its step, which counts instead of its own. None: there is none.
     """
     predicted, limits = numbers_in(_columns_in(decision))
     measurement = measurement_of(run)
@@ -275,6 +282,9 @@ def ended_trial_of(run: MeasurementRow, decision: DecisionRow, *, usual_bytes: f
     if usual_bytes is not None:
         measured["memory"] = usual_bytes
     most = {limit.quantity: limit.limit for limit in limits}
+    has_result = measurement.status == "ok" and CUT_SHORT not in measurement.note
+    if has_result and "memory" in most:
+        most["memory"] = least_exceeding(most["memory"], "cpu" if run.device_id == "cpu" else "cuda")
     exceeded = [name for name in QUANTITIES if breaks(name, measurement.status, measured, most.get(name))]
     if TOO_SLOW in measurement.note:
         exceeded = ["time"]
@@ -282,7 +292,7 @@ def ended_trial_of(run: MeasurementRow, decision: DecisionRow, *, usual_bytes: f
         total_s=measurement.total_time_s if math.isfinite(measurement.total_time_s) else 0.0,
         exceeded=shows(exceeded[0], phase=decision.phase or "") if exceeded else None,  # type: ignore[attr-defined]
         first_step_s=measurement.first_step_s,
-        has_result=measurement.status == "ok" and CUT_SHORT not in measurement.note,
+        has_result=has_result,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perfguard.measure import CUT_SHORT
+from perfguard.physics import scatter_of_readings
 from perfguard.predictor import SIGMA_OF_MAD, Estimate, Observation
 from perfguard.quantities import format_bytes
 from perfguard.verdict import Verdict
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from perfguard.quantities import Quantity
 
 _LEAST_LOG_SIGMA = 0.03
-"""Of the next reading of a configuration that was read once. Equal trials differ by some percent."""
+"""Of the next reading of a configuration that was read once. Equal trials differ by some percent, on a CPU by more."""
 
 
 def by_graph(runs: Iterable[Observation]) -> Mapping[str, Sequence[Observation]]:
@@ -65,9 +66,11 @@ def _as_read(limit: Limit, verdict: Verdict, runs: Sequence[Observation], *, ste
     if not values:
         return None
     logs = [math.log(value) for value in values]
-    median = statistics.median(logs)
-    scatter = SIGMA_OF_MAD * statistics.median(abs(value - median) for value in logs)
-    return replace(limit, estimate=Estimate(math.exp(median), max(scatter, _LEAST_LOG_SIGMA)))
+    middle = statistics.median(logs)
+    scatter = SIGMA_OF_MAD * statistics.median(abs(value - middle) for value in logs)
+    median = math.exp(middle)
+    of_readings = scatter_of_readings(median, runs[0].device.kind) if limit.quantity == "memory" else 0.0
+    return replace(limit, estimate=Estimate(median, max(scatter, of_readings, _LEAST_LOG_SIGMA)))
 
 
 def _reading(quantity: Quantity, verdict: Verdict, run: Observation, *, steps: int | None) -> float | None:

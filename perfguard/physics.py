@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perfguard.devices import catalog
-from perfguard.predictor import Estimate, Prediction
+from perfguard.predictor import HALF_INTERVAL, Estimate, Prediction
 from perfguard.quantities import format_bytes
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.devices.catalog import DeviceKind
     from perfguard.exceptions import TooLargeError
     from perfguard.graph import OpGraph
     from perfguard.predictor import Target
@@ -35,6 +36,11 @@ HOPELESS = 4
 """From this many times the budget, the bound alone decides. Below that, searchers need the distance from feasibility. So the
 predictor gives the numbers, and the bound only overrules a launch."""
 
+_RESIDENT_LOG_SIGMA = 0.05
+"""Standard deviation of the logarithm of a resident set's peak, from one equal trial to the next in a process. The heap keeps
+freed blocks between live ones, so the peak depends on what ran before. From `benchmarks/resident_set.py`."""
+_RESIDENT_SIGMA_BYTES = 2.5 * 2**20
+"""The most that this is in bytes: blocks of 32 MiB or more never come from the heap (mallopt(3), M_MMAP_THRESHOLD)."""
 
 _NOUNS = {
     "PARAMETER": "parameters", "BUFFER": "buffers", "INPUT": "inputs", "GRADIENT": "gradients",
@@ -77,6 +83,19 @@ def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool 
     products_s = product_flops / max(device.peak_flops.values())
     traffic_bytes = max(0.0, graph.most_alive_bytes(StorageKind.GRADIENT) - device.l2_bytes)
     return max(launch_s, products_s / faster, traffic_bytes / device.bandwidth_bytes_per_s / faster)
+
+
+def scatter_of_readings(memory_bytes: float, kind: DeviceKind) -> float:
+    """Return the standard deviation of the logarithm of a reading of ``memory_bytes``, when equal trials run on a device.
+
+    On a GPU, an allocator that is given equal requests gives equal answers: 0.
+    """
+    return min(_RESIDENT_LOG_SIGMA, _RESIDENT_SIGMA_BYTES / memory_bytes) if kind == "cpu" else 0.0
+
+
+def least_exceeding(limit_bytes: float, kind: DeviceKind) -> float:
+    """Return the bytes above which a reading of a trial that has its result exceeds ``limit_bytes`` with a chance of 95%."""
+    return limit_bytes * math.exp(HALF_INTERVAL * scatter_of_readings(limit_bytes, kind))
 
 
 @dataclass(frozen=True, slots=True)

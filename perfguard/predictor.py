@@ -156,16 +156,20 @@ class Prediction:
         """Return the cost of the whole trial, in the currency of ``price_per_hour``. None: ``total_time`` is not known."""
         return None if self.total_time is None else self.total_time.scaled(price_per_hour / SECONDS_PER_HOUR)
 
-    def widened(self, factors: Mapping[Target, float]) -> Prediction:
+    def widened(self, factors: Mapping[Target, float], *, least_memory_log_sigma: float = 0.0) -> Prediction:
         """Return the prediction with wider or narrower intervals.
 
-        The standard deviations (of logarithms) are multiplied by these factors, within the limit of :func:`widened_log_sigma`.
+        Args:
+            factors: on the standard deviations (of logarithms), within the limit of :func:`widened_log_sigma`.
+            least_memory_log_sigma: standard deviation of the logarithm of equal readings of the memory. No interval is narrower.
         """
 
         def widened(estimate: Estimate, target: Target) -> Estimate:
             return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
 
-        memory, step_time = widened(self.peak_memory, "memory"), widened(self.step_time, "time")
+        step_time = widened(self.step_time, "time")
+        memory = widened(self.peak_memory, "memory")
+        memory = replace(memory, log_sigma=max(memory.log_sigma, least_memory_log_sigma))
         done = {"memory": memory.log_sigma / self.peak_memory.log_sigma, "time": step_time.log_sigma / self.step_time.log_sigma}
         return replace(
             self,

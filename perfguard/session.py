@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from perfguard.exceptions import CaptureError, ConfigurationError, UnguardedTrialWarning
 from perfguard.guard import Guard, key_of_params
 from perfguard.measure import CUT_SHORT, TOO_SLOW, Measurement, Status
+from perfguard.physics import least_exceeding
 from perfguard.record import measured_by
 from perfguard.rejections import Rejection, Search
 from perfguard.time_limit import reason_of
@@ -321,12 +322,18 @@ class TrialSession:
         return Ending(measurement=measurement, not_measured=not_measured, measured=measured, margins=margins)
 
     def _margins_as_measured(self, measured: Mapping[Quantity, float], *, is_whole: bool) -> Mapping[Quantity, float]:
-        """Return log(measured / limit) for each limit, and the margin of the verdict where nothing was read."""
+        """Return log(measured / limit) for each limit, and the margin of the verdict where nothing was read.
+
+        A trial that has its result is not infeasible for what equal readings of its memory scatter by.
+        """
         margins = dict(self.verdict.margins)
+        kind = self.guard.device.kind
         for limit in self.verdict.limits:
             value = measured.get(limit.quantity, 0.0)
             if value > 0 and (is_whole or limit.quantity not in ("time", "cost")):
                 margins[limit.quantity] = math.log(value / limit.limit)
+            if limit.quantity == "memory" and is_whole and limit.limit < value <= least_exceeding(limit.limit, kind):
+                margins["memory"] = 0.0
         return margins
 
     def _margins_out_of_memory(self, needed_bytes: int | None) -> Mapping[Quantity, float]:

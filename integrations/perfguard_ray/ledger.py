@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 
 _Found = TypeVar("_Found", bound=AnyWorkload)
 _OK = HowEnded("ok")
+_OVER_STARTS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "peak_memory_bytes": max,
+    "allocated_peak_bytes": max,
+    "reserved_peak_bytes": max,
+    "energy_j": sum,
+    "num_steps": sum,
+    "total_time_s": sum,
+}
+"""How a trial's measurements of several starts make one. Of all others, the latest counts."""
 REPAIR_KEY = "perfguard_repair"
 
 
@@ -56,17 +65,12 @@ class Entry:
     session: TrialSession
     config: Mapping[str, Any]
     """Configuration of the trial: that of the decision, with its repair if it has one."""
-    started_at: float | None = None
-    """First start by the wall clock, so that it outlives the process. None: waiting."""
-    begun_at: float = 0.0
-    """Latest start by the wall clock."""
+    begun_at: float | None = None
+    """Latest start by the wall clock, so that it outlives the process. None: waiting."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """The latest measurement that the trial reported since its latest start."""
     earlier: Mapping[str, Any] = field(default_factory=dict)
-    """The latest measurement of the starts before, where the trial goes on from what they reached."""
-    earlier_time_s: float = 0.0
-    """Measured in those starts."""
-    earlier_steps: int = 0
+    """What it had reported before, where it goes on from a checkpoint."""
     resumes: bool = False
     """Whether its latest start goes on from a checkpoint. Then it may have nothing left to do, and to report."""
     spent_s: float = 0.0
@@ -95,28 +99,30 @@ class Entry:
     @property
     def has_no_result(self) -> bool:
         """Whether PerfGuard has ended the trial before its end, so that its latest result is none for the search."""
-        return (self.rejected and self.started_at is None) or self.how_ends.status == "timeout"
+        return (self.rejected and self.begun_at is None) or self.how_ends.status in ("timeout", "oom")
 
     @property
     def reported(self) -> Mapping[str, Any]:
-        """What is known of its cost: its latest report, over that of the starts before. Empty: it has reported nothing.
+        """What is known of its cost, over all starts. Empty: it has reported nothing.
 
-        The memory is the most of both. A trial may start once more and come to its end without another report: a scheduler has
-        paused it at its last one.
+        A trial may start once more and come to its end without another report: a scheduler has paused it at its last one.
         """
         known = {**self.earlier, **self.report}
-        peaks = [one["peak_memory_bytes"] for one in (self.earlier, self.report) if one.get("peak_memory_bytes") is not None]
-        return known | {"peak_memory_bytes": max(peaks)} if peaks else known
+        for name, combine in _OVER_STARTS.items():
+            values = [start[name] for start in (self.earlier, self.report) if start.get(name) is not None]
+            if values:
+                known[name] = combine(values)
+        return known
 
     @property
     def elapsed_s(self) -> float:
         """Measured so far, over all starts."""
-        return self.earlier_time_s + float(self.report.get("total_time_s", 0.0))
+        return float(self.reported.get("total_time_s", 0.0))
 
     @property
     def num_steps(self) -> int:
         """Measured so far, over all starts."""
-        return self.earlier_steps + int(self.report.get("num_steps", 0))
+        return int(self.reported.get("num_steps", 0))
 
     @property
     def pace(self) -> Pace | None:
@@ -125,26 +131,27 @@ class Entry:
         return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
     @property
+    def running_s(self) -> float:
+        """Seconds since the latest start, whatever was reported. 0: it waits."""
+        return 0.0 if self.begun_at is None else time.time() - self.begun_at
+
+    @property
     def over_time(self) -> str | None:
         """Why the running trial has to end now, whatever it has reported: ``hard_time_limit``. None: it may go on."""
-        return self.session.over_time(self.spent_s + time.time() - self.begun_at)
+        return self.session.over_time(self.spent_s + self.running_s)
 
     def restart(self, *, from_checkpoint: bool = True) -> None:
         """The trial starts, for the first time or again; without a checkpoint it begins anew, and so does its measurement."""
-        self.spent_s += float(self.report.get("total_time_s", 0.0))
-        if from_checkpoint:
-            self.earlier_time_s = self.elapsed_s
-            self.earlier_steps = self.num_steps
-            self.earlier = self.reported
-        else:
-            self.earlier_time_s = 0.0
-            self.earlier_steps = 0
-            self.earlier = {}
-            self.started_at = None
-        self.resumes = from_checkpoint
+        self.spent_s += self.reported_s
+        self.earlier = self.reported if from_checkpoint else {}
         self.report = {}
+        self.resumes = from_checkpoint
         self.begun_at = time.time()
-        self.started_at = self.started_at or self.begun_at
+
+    @property
+    def reported_s(self) -> float:
+        """Measured since the latest start."""
+        return float(self.report.get("total_time_s", 0.0))
 
 
 class Ledger:
@@ -231,7 +238,7 @@ class Ledger:
         finally:
             send(trial_id, "verdict", session.verdict.reason if session.is_rejected else "")
         if session.is_rejected:
-            entry.started_at = None  # it is not measured
+            entry.begun_at = None  # it is not measured
         return session.is_rejected
 
     def found(self, config: Mapping[str, Any]) -> AnyWorkload | Exception:
@@ -253,7 +260,7 @@ class Ledger:
         """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
         entry = self.entries.get(trial_id)
         if entry is not None and not _equal(entry.config, config):
-            if entry.started_at is None and entry.session.decision is not None:
+            if entry.begun_at is None and entry.session.decision is not None:
                 self.search.superseded.add(entry.session.decision.id)  # Tune has filled in a value that the search could not see
             self.finish(trial_id, HowEnded("ok", CUT_SHORT))
             entry = None
@@ -290,15 +297,16 @@ class Ledger:
         self.finish(trial_id, HowEnded("oom", note))
         proposed = {name: value for name, value in config.items() if name != REPAIR_KEY}
         if not session.try_again(self.found(proposed), proposed):
+            self.entries[trial_id] = Entry(session, config, how_ends=HowEnded("oom", note))  # until Tune has ended it
             return None
         again = self.entries[trial_id] = Entry.of(session, proposed)
-        again.spent_s = entry.spent_s + float(entry.report.get("total_time_s", 0.0))
+        again.spent_s = entry.spent_s + entry.reported_s
         return session.verdict.repair
 
     def finish(self, trial_id: str, how: HowEnded | None = None) -> None:
         """The trial is over: log what it cost and learn from it. The first call counts. None: as its entry says."""
         entry = self.entries.pop(trial_id, None)
-        if entry is None or entry.started_at is None:
+        if entry is None or entry.begun_at is None:
             return
         status, note = entry.how_ends if how is None else how
         session = entry.session
@@ -338,13 +346,12 @@ class Ledger:
         # The dry run has seen steps. Where this process has made none, others have, unless memory ended before the first.
         if status != "oom" and getattr(self.build, "captures", False) and not entry.num_steps:
             reported = {name: value for name, value in reported.items() if name in device}
-        now_s = time.time()
-        total_time_s = entry.elapsed_s or now_s - (entry.started_at or now_s)
+        total_time_s = entry.elapsed_s
         if status == "timeout":  # it may have hung since its latest report
-            total_time_s = entry.earlier_time_s + now_s - entry.begun_at
+            total_time_s += entry.running_s - entry.reported_s
         known = {
             "status": status,
-            "total_time_s": total_time_s,
+            "total_time_s": total_time_s or entry.running_s,
             "num_steps": entry.num_steps,
             "note": "; ".join(filter(None, [note, report.get("note")])),
         }

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import perfguard_optuna
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.verdict import ALIKE
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, load_study, record_of
 from tests.doubles import ReplayPredictor
 from tests.integrations.one_layer import (
@@ -51,7 +52,8 @@ def test_the_literal_line_runs() -> None:
     study.optimize(objective, n_trials=10, pruner=PerfGuardPruner(gpu="a100", log=False))
     assert states(study) == [COMPLETE] * 10
     verdicts = [record_of(trial).verdict for trial in study.trials]
-    assert all(verdict is not None and verdict.source == "captured" and verdict.predicted for verdict in verdicts)
+    # Such trials are so short that the guard may cost more than it saves, so the last ones need no dry run of their own.
+    assert all(verdict is not None and verdict.source in ("captured", ALIKE) and verdict.predicted for verdict in verdicts)
 
 
 def test_pace_stops_a_trial_that_never_asks() -> None:

@@ -107,7 +107,7 @@ def by(rows: list[TrialRecord], name: str) -> dict[Any, TrialRecord]:
 def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
     decision = Decision("id", Verdict(action="launch"), steps)
     session = TrialSession(guard=Guard("cpu", time_budget=60.0, log=False), search=Search(), decision=decision)
-    return Entry(session, {}, started_at=0.0, report=report)
+    return Entry(session, {}, begun_at=0.0, report=report)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import perfguard_ray
 from perfguard import Estimate, Guard, Workload
 from perfguard.exceptions import NothingFeasibleWarning
 from perfguard.session import HowEnded
-from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
+from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
 
 FITS_UP_TO = 1600
@@ -206,6 +207,25 @@ def test_rejection_is_judged_again_after_a_trial_ends(learns: bool, restored: bo
     assert ledger.judge({"width": 512}).rejected
     assert (summarized(search), ledger.num_repeated) == (1, 3)
     assert rejected(search) == {"[('width', 512)]": 3}, "once for each trial that has ended"
+
+
+def test_search_does_not_wait_for_a_trial_that_is_ended_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune reports neither a result nor an error of it, so a searcher without pruned trials would wait for ever."""
+    monkeypatch.setattr("perfguard_ray.callback._stop", lambda trial: None)
+    monkeypatch.setattr(PerfGuardCallback, "_how_failed", lambda *_: HowEnded("oom"))
+    searcher = Repeating("loss", "min")
+    searcher.width = 8
+    search = PerfGuardSearcher(ConcurrencyLimiter(searcher, 1), build=build, **OPTIONS)
+    callback = PerfGuardCallback(search)
+    assert search.suggest("a") is not None
+    trial: Any = SimpleNamespace(trial_id="a", config=search.ledger.entries["a"].config, latest_checkpoint_result=None)
+    callback.on_trial_start(0, [], trial)
+    callback.on_trial_recover(0, [], trial)  # Tune starts it again
+    search.on_trial_complete("a")
+    callback.on_trial_complete(0, [], trial)
+    assert search._untold == ["a"], "it gets the score of the worst result"
+    assert search.suggest("b") is not None, "the limiter has a free slot"
+    assert [row.status for row in search.ledger.guard.log.records()][:1] == ["oom"]
 
 
 class Exhausted(Repeating):

@@ -15,6 +15,7 @@ import pandas
 import pytest
 
 from perfguard.budget import Limit
+from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, LogError
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore, Selection
@@ -108,6 +109,19 @@ def test_history_is_what_risk_is_accounted_by(store: MeasurementStore, graphs: l
     for number in range(2):
         store.record_measurement(record(store, 30 + number, LAUNCHED, graph=graphs[1], device=DEVICE), MEASUREMENT)
     assert store.history("s").ended[3].exceeded is None, "one reading of three is above the limit, by chance"
+
+
+@pytest.mark.parametrize(
+    ("device", "grown", "exceeded"), [(CPU, 1.05, None), (CPU, 1.2, "in the step"), (DEVICE, 1.05, "in the step")]
+)
+def test_a_result_is_not_lost_for_what_equal_readings_scatter_by(
+    store: MeasurementStore, device: Device, grown: float, exceeded: str | None
+) -> None:
+    limited = replace(LAUNCHED, limits=(Limit("memory", 1000.0, PREDICTION.peak_memory),))
+    measured = replace(MEASUREMENT, device_id=device.id, device_name=device.name, peak_memory_bytes=round(1000 * grown))
+    store.record_measurement(record(store, 0, limited, device=device), measured)
+    store.record_measurement(record(store, 1, limited, device=device), replace(measured, status="oom"))
+    assert [trial.exceeded for trial in store.history("s").ended] == [exceeded, "in the step"]
 
 
 def test_prune_removes_all_that_only_its_rows_need(store: MeasurementStore, graphs: list[OpGraph]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from perfguard import Observation
+from perfguard import Device, Observation
 from perfguard.budget import Limit
 from perfguard.measure import CUT_SHORT
 from perfguard.own_runs import by_graph, judged_by
 from perfguard.verdict import Verdict
-from tests.perfguard.log_rows import DEVICE, MEASUREMENT, PREDICTION, make_graph
+from tests.perfguard.log_rows import CPU, DEVICE, MEASUREMENT, PREDICTION, make_graph
 
 GRAPH = make_graph()
 
@@ -51,6 +51,13 @@ def test_own_readings_decide(limits: dict[str, float], readings: list[dict[str, 
     assert verdict.action == action
     assert not verdict.is_overruled
     assert bool(verdict.grounds) == (action == "launch")
+
+
+@pytest.mark.parametrize(("device", "action"), [(DEVICE, "prune"), (CPU, "launch")])
+def test_a_resident_set_is_doubted_by_what_equal_readings_scatter_by(device: Device, action: str) -> None:
+    verdict = replace(pruned(memory=900.0), accepted=0.8)
+    read = [Observation(GRAPH, device, replace(MEASUREMENT, peak_memory_bytes=930))]
+    assert judged_by(verdict, read, steps=100).action == action
 
 
 def test_without_a_run_the_prediction_decides() -> None:

@@ -16,7 +16,7 @@ from perfguard import Device, Estimate, Guard, Prediction, Workload
 from perfguard.devices import resolve_device
 from perfguard.exceptions import BudgetWarning, BuildError, TooLargeError
 from perfguard.graph import OpGraph, StorageKind, TraceCache, trace
-from perfguard.physics import LeastMemory
+from perfguard.physics import LeastMemory, scatter_of_readings
 from perfguard.predictor import load_predictor
 from perfguard.workload import build_workload
 from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
@@ -188,6 +188,17 @@ def test_a_tensor_that_cannot_be_described_is_named() -> None:
     assert caught.value.num_bytes == 2**63
     twin = pickle.loads(pickle.dumps(caught.value))  # Ray sends it home
     assert (str(twin), twin.num_bytes) == (str(caught.value), caught.value.num_bytes)
+
+
+def test_no_interval_of_a_resident_set_is_narrower_than_equal_readings_scatter() -> None:
+    assert scatter_of_readings(5e6, "cuda") == 0.0
+    assert scatter_of_readings(5e6, "cpu") == scatter_of_readings(20e6, "cpu") == 0.05
+    assert scatter_of_readings(1e9, "cpu") < 0.005, "large blocks are mapped one by one"
+    graph = trace(workload(PERCEPTRON, 32, 64))
+    on_cpu, on_gpu = (Guard(device, predictor=ReplayPredictor(), log=False).predict(graph) for device in (TOY_CPU, BARE_A100))
+    assert on_gpu.peak_memory.log_sigma == 0.01
+    assert on_cpu.peak_memory.log_sigma == 0.05
+    assert on_cpu.widening["memory"] == pytest.approx(5.0), "so what the predictor said is known"
 
 
 @pytest.mark.parametrize(

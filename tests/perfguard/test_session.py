@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from perfguard import Device
 from perfguard.capture import DryRuns
 from perfguard.exceptions import BudgetWarning, CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard.guard import Guard
@@ -19,7 +21,7 @@ from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.session import TrialSession, check_repairs
 from perfguard.workload import Workload
-from tests.doubles import BARE_A100, ReplayPredictor
+from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
 
 MIB = 2**20
 BATCH = 512
@@ -29,10 +31,10 @@ def workload(width: int = 8, **fields: Any) -> Workload:
     return Workload(nn.Linear(64, width, device="meta"), inputs=(BATCH, 64), loss=torch.mean, **fields)
 
 
-def session_of(search: Search | None = None, **settings: Any) -> TrialSession:
+def session_of(search: Search | None = None, *, device: Device = BARE_A100, **settings: Any) -> TrialSession:
     """The session of a trial under a guard with a budget of 1 MiB and ``settings``."""
     options: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False} | settings
-    return TrialSession(guard=Guard(BARE_A100, **options), search=search or Search(), study="study", number=0)
+    return TrialSession(guard=Guard(device, **options), search=search or Search(), study="study", number=0)
 
 
 def judged(session: TrialSession, found: Workload | Exception, **params: Any) -> TrialSession:
@@ -123,6 +125,28 @@ def test_trial_without_a_dry_run_waits_for_its_verdict_and_counts_once(width: in
     assert session.verdict.action == action
     assert session.search.num_launched + session.search.num_rejected == 1
     assert session.dry_runs.set_up_s == [7.0]
+
+
+def test_trial_that_was_rejected_late_does_not_start_again_before_another_has_ended() -> None:
+    """Its set-up has been paid for once. In Optuna, each proposal of it paid again."""
+    problem, params = CaptureError("the set-up needs values"), {"width": 4096}
+    session = session_of()
+    session.dry_runs = ShowsNothing()
+    session.problem = problem
+    session.judge_late(workload(4096), params, set_up_s=7.0)  # type: ignore[arg-type]
+    again = replace(session, decision=None, dry_runs=ShowsNothing())
+    assert again.judge(problem, params, key=again.guard.key_of(problem, params), may_wait=True) is not None
+    assert again.is_rejected
+    again.search.num_ended += 1
+    assert again.judge(problem, params, key=again.guard.key_of(problem, params), may_wait=True) is None
+
+
+def test_session_is_pickled_without_its_guard() -> None:
+    """Ray saves its sessions with the run. The guard goes with the Tuner."""
+    session = judged(session_of(), workload(4096))
+    restored = pickle.loads(pickle.dumps(session))
+    restored.go_on(session.guard, session.search, None)
+    assert restored == session
 
 
 def test_trial_that_may_not_wait_is_launched_with_the_cause() -> None:
@@ -239,6 +263,19 @@ def test_margins_of_a_trial_that_ran_are_what_was_measured(ended: Measurement, m
     session = judged(session_of(), workload())
     margins = session.end(ended).margins
     assert (None if margins is None else margins["memory"]) == (None if margin is None else pytest.approx(margin))
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "margin"),
+    [(TOY_CPU, 1.05, 0.0), (TOY_CPU, 1.2, math.log(1.2)), (TOY_CPU, 0.5, math.log(0.5)), (BARE_A100, 1.05, math.log(1.05))],
+)
+def test_a_result_is_feasible_whatever_equal_readings_scatter_by(device: Device, share: float, margin: float) -> None:
+    session = judged(session_of(device=device), workload())
+    (limit,) = (limit.limit for limit in session.verdict.limits if limit.quantity == "memory")
+    read = measurement(device_id=device.id, device_name=device.name, peak_memory_bytes=round(share * limit))
+    margins = session.end(read).margins
+    assert margins is not None
+    assert margins["memory"] == pytest.approx(margin, abs=1e-6)
 
 
 def test_trial_on_another_device_keeps_the_margins_of_its_verdict() -> None:

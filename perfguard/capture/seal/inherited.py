@@ -17,6 +17,8 @@ from perfguard.pytorch import objects_of
 _FIXED = 0x10
 _ANONYMOUS_SHARED = 0x21
 """MAP_FIXED, and MAP_SHARED with MAP_ANONYMOUS (linux/mman.h)."""
+_REMOVED = " (deleted)"
+"""What proc_pid_maps(5) has after the path of a removed file, and after /dev/zero, which stands for memory without a file."""
 
 
 def leave_databases() -> None:
@@ -103,9 +105,8 @@ def leave_shared_memory(*, most_bytes: int = 2**26) -> None:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     for line in maps.read_text().splitlines():
-        span, rights, offset, _, _, *path = line.split(
-            maxsplit=5
-        )  # proc_pid_maps(5): address, permissions, offset, device, inode
+        # proc_pid_maps(5): address, permissions, offset, device, inode, path
+        span, rights, offset, _, _, *path = line.removesuffix(_REMOVED).split(maxsplit=5)
         if rights[1] != "w" or rights[3] != "s":
             continue
         file = Path(path[0]) if path else Path()
@@ -114,7 +115,7 @@ def leave_shared_memory(*, most_bytes: int = 2**26) -> None:
         begin, end = (int(part, 16) for part in span.split("-"))
         length = end - begin
         rights_to_it = mmap.PROT_READ | mmap.PROT_WRITE
-        if file.is_file():
+        if file.is_file() and not line.endswith(_REMOVED):
             descriptor = os.open(file, os.O_RDONLY)
             libc.mmap(begin, length, rights_to_it, mmap.MAP_PRIVATE | _FIXED, descriptor, int(offset, 16))
             os.close(descriptor)

@@ -249,6 +249,7 @@ def test_what_was_open_before_is_a_copy(rung: Rung, folder: Path, stack: ExitSta
     inside = os.open(folder, os.O_RDONLY)
     stack.callback(os.close, inside)
     counter = multiprocessing.get_context("fork").Value("i", 4)
+    anonymous = stack.enter_context(mmap.mmap(-1, mmap.PAGESIZE))
     update.seek(3)
 
     def attack(seal: Seal) -> str:
@@ -260,6 +261,7 @@ def test_what_was_open_before_is_a_copy(rung: Rung, folder: Path, stack: ExitSta
             lambda: os.remove("table.json", dir_fd=inside),
             lambda: mapped.__setitem__(0, 0),
             lambda: setattr(counter, "value", 5),
+            lambda: anonymous.__setitem__(0, 1),
         ]
         for write in writes:
             with suppress(OSError):
@@ -270,6 +272,7 @@ def test_what_was_open_before_is_a_copy(rung: Rung, folder: Path, stack: ExitSta
     assert (status, said) == (0, "ciou")
     assert state(folder) == before
     assert counter.value == 4
+    assert anonymous[0] == 0
     assert update.tell() == 3
 
 
