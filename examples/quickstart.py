@@ -30,8 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard import Run, resolve_device
-from perfguard.budget import Quantity
-from perfguard.quantities import format_bytes, format_quantity, format_seconds, parse_bytes
+from perfguard.quantities import Quantity, format_bytes, format_quantity, format_seconds, parse_bytes
 from perfguard.report import write_report
 from perfguard_optuna import (
     PerfGuardPruner,

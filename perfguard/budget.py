@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import SECONDS_PER_HOUR, Estimate, Prediction
-from perfguard.quantities import (
-    format_bytes,
-    format_quantity,
-    format_seconds,
-    parse_bytes,
-    parse_dollars,
-    parse_joules,
-    parse_seconds,
-)
+from perfguard.quantities import SPECS, Quantity, format_bytes, format_seconds, parse_dollars
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.workload import AnyWorkload, HostMemory
 
-Quantity = Literal["memory", "host_memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
-NOUNS: Mapping[Quantity, str] = {
-    "memory": "peak memory", "host_memory": "host memory", "time": "trial time", "epoch_time": "epoch time",
-    "step_time": "step time", "latency": "latency", "energy": "energy", "cost": "trial cost",
-}  # fmt: skip
-"""Names of the quantities in messages."""
-_SENTENCES: Mapping[Quantity, tuple[str, str]] = {
-    "memory": ("needs", ""), "host_memory": ("needs", " of host memory"), "time": ("takes", ""),
-    "epoch_time": ("takes", " an epoch"), "step_time": ("takes", " a step"), "latency": ("takes", " a batch"),
-    "energy": ("uses", " a batch"), "cost": ("costs", ""),
-}  # fmt: skip
-"""The verb before the number, and what follows it."""
-_PARSERS: Mapping[Quantity, Callable[..., float]] = {
-    "memory": parse_bytes, "host_memory": parse_bytes, "energy": parse_joules, "cost": parse_dollars
-}  # fmt: skip
-"""All others are times."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
@@ -85,14 +61,15 @@ class Limit:
 
     def format(self, value: float) -> str:
         """``value`` of this quantity in words."""
-        return format_quantity(self.quantity, value)
+        return SPECS[self.quantity].unit.format(value)
 
     @property
     def sentence(self) -> str:
         """The estimate beside the limit, for instance "needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 38.0 GiB"."""
         low, high = map(self.format, self.estimate.interval())
-        verb, noun = _SENTENCES[self.quantity]
-        return f"{verb} {self.format(self.estimate.median)}{noun} ({low} to {high}), the budget is {self.format(self.limit)}"
+        spec = SPECS[self.quantity]
+        median, limit = self.format(self.estimate.median), self.format(self.limit)
+        return f"{spec.verb} {median}{spec.after} ({low} to {high}), the budget is {limit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +99,10 @@ class Budget:
         """
         most: dict[Quantity, float] = {}
         fraction = None
-        for quantity in NOUNS:
+        for quantity, spec in SPECS.items():
             name = f"{quantity}_budget"
             value = budgets.pop(name, None)
-            share = _fraction(value, name) if quantity in ("memory", "host_memory") else None
+            share = _fraction(value, name) if spec.may_be_share else None
             if share is not None and quantity == "memory":
                 fraction = share
             elif share is not None:
@@ -133,7 +110,7 @@ class Budget:
 
                 most[quantity] = max(1, int(share * host_memory_bytes()))
             elif value is not None:
-                most[quantity] = _PARSERS.get(quantity, parse_seconds)(value, what=name)
+                most[quantity] = spec.unit.parse(value, what=name)
         if budgets:
             raise ConfigurationError(f"There is no budget {next(iter(budgets))!r}.")
         price = None if price_per_hour is None else parse_dollars(price_per_hour, what="price_per_hour")
@@ -196,7 +173,7 @@ class Budget:
     @property
     def quantities(self) -> tuple[Quantity, ...]:
         """The limited quantities."""
-        return tuple(quantity for quantity in NOUNS if quantity == "memory" or quantity in self.most)
+        return tuple(quantity for quantity in SPECS if quantity == "memory" or quantity in self.most)
 
     def cannot_bind(self, workload: AnyWorkload, *, knows_time: bool, knows_energy: bool = True) -> dict[str, str]:
         """Return the budgets that cannot be checked for ``workload``: for each name a sentence on what is missing.
@@ -231,7 +208,7 @@ class Budget:
                 "needs a predictor that knows energy. This one must first learn it from runs with measured energy on this "
                 "device. Leave energy_budget out, or give another predictor."
             )
-        return {f"{name}_budget": f"{name}_budget {missing[name]}" for name in NOUNS if name in missing and name in self.most}
+        return {f"{name}_budget": f"{name}_budget {missing[name]}" for name in SPECS if name in missing and name in self.most}
 
     def limits(
         self,

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +39,7 @@ from perfguard.exceptions import (
     log_once,
     warn_user,
 )
+from perfguard.guard_time import GuardClock, on_guard_time
 from perfguard.last_used import LastUsed
 from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.own_runs import judged_by
@@ -48,7 +50,8 @@ from perfguard.quantities import format_dollars, format_seconds, parse_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.risk_budget import DEFAULT_RISK, EVEN_CHANCE, MOST_DOUBTFUL, SMALL_CHANCE, PredictedTimes, check_risk, shows
 from perfguard.steps import Steps, steps_of_finished
-from perfguard.verdict import Action, Decision, Verdict
+from perfguard.summary import summarize
+from perfguard.verdict import ALIKE, Action, Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, Workload, build_workload, did_you_mean
 
 if TYPE_CHECKING:
@@ -167,6 +170,8 @@ class Guard:
         from perfguard.graph import TraceCache
         from perfguard.log import MeasurementStore
 
+        began_s = time.monotonic()
+        self.clock = GuardClock()
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
         if on_oom not in get_args(OnOom):
@@ -206,9 +211,12 @@ class Guard:
         self._tuned = str(predictor) if is_wanted and can_refine else ""
         """Name of the predictor whose weights are fine-tuned. Empty: they are not."""
         self._num_runs = 0
+        self._costly: set[str] = set()
+        """Studies that the guard costs more than it saves."""
         self._tuning: subprocess.Popen[bytes] | None = None
         self._learn_from_log("")
         self._announce_log()
+        self.clock.add(time.monotonic() - began_s)
 
     def _announce_log(self) -> None:
         """Announce the log that the verdicts depend on, and its number of runs. Once per log in each process."""
@@ -248,6 +256,7 @@ class Guard:
             return workload.graph if real is None or real.graph is None else real.graph
         return self._traces.trace(workload, target=self.device)
 
+    @on_guard_time
     def key_of(self, found: AnyWorkload | Exception, params: Mapping[str, Any]) -> Hashable:
         """Return all that the verdict on ``found`` depends on, as a key for :class:`perfguard.rejections.Search`.
 
@@ -266,6 +275,7 @@ class Guard:
                 traced += f"{10 * math.log(found.host_memory.needed_bytes):.0f}"
         return traced, found.mode, found.steps, found.steps_per_epoch
 
+    @on_guard_time
     def describe(self, build: AnyBuild, params: Mapping[str, Any]) -> AnyWorkload | Exception:
         """Return what a trial with ``params`` would run, or the error of ``build``. :meth:`decide` takes either."""
         try:
@@ -362,6 +372,7 @@ class Guard:
         self._warn_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
+    @on_guard_time
     def preview(self, workload: AnyWorkload, *, study: str = "") -> Verdict:
         """The verdict of :meth:`check` in a study, without warnings of budgets that cannot be checked.
 
@@ -530,6 +541,7 @@ class Guard:
 
     # --- One trial --------------------------------------------------------------------------------------------------------------
 
+    @on_guard_time
     def decide(
         self,
         workload: AnyWorkload | Exception,
@@ -580,6 +592,8 @@ class Guard:
                         self._learn_from_log(study)
                     verdict = self._judge(workload, graph)
                     unchecked = self._unchecked(workload, verdict)
+                    if isinstance(workload, CapturedTrial) and workload.source == ALIKE:
+                        graph = None  # the measurement is one of another step, from which nothing is learnt
                     verdict, workload = self._settle(verdict, workload, ran_out)
                     if grounds and verdict.action == "prune" and not verdict.is_ruled_out:
                         verdict = replace(verdict, action="launch", grounds=grounds)
@@ -602,6 +616,7 @@ class Guard:
             return Decision("", replace(verdict, action="prune"), steps, study)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
+    @on_guard_time
     def record(
         self,
         verdict: Verdict,
@@ -613,8 +628,12 @@ class Guard:
         steps: int | None = None,
         trial_id: str | None = None,
     ) -> Decision:
-        """Write a verdict into the log. The arguments are those of :meth:`decide`. A graph of None is unknown."""
+        """Write a verdict into the log, with the guard's time until now. The arguments are those of :meth:`decide`.
+
+        A graph of None is unknown.
+        """
         decision_id = ""
+        verdict = replace(verdict, guard_s=self.clock.take())
         with self._going_on(LogWarning, "log a verdict"):  # the log keeps what it cannot deliver; this is worse
             decision_id = self.log.record_decision(
                 verdict, graph=graph, device=self.device, study=study, trial=trial, params=params or {}, trial_id=trial_id
@@ -650,7 +669,7 @@ class Guard:
 
         :class:`perfguard.capture.real.RealStep` does it. The next call for an equal trial returns False.
         """
-        if self._real_steps.get(captured.graph.content_hash) is not None:
+        if captured.source == ALIKE or self._real_steps.get(captured.graph.content_hash) is not None:
             return False
         self._real_steps.put(captured.graph.content_hash, _RealStep())
         return True
@@ -669,11 +688,17 @@ class Guard:
             self._real_steps.put(captured.graph.content_hash, _RealStep(graph))
             with self._lock:
                 verdict = self._judge(captured, graph)
-            verdict = replace(verdict, action=decision.verdict.action, remark=f"the real step differs: {difference.in_words}")
+            verdict = replace(
+                verdict,
+                action=decision.verdict.action,
+                remark=f"the real step differs: {difference.in_words}",
+                guard_s=decision.verdict.guard_s,
+            )
             self.log.correct(decision.id, verdict, graph)
             decision = replace(decision, verdict=verdict)
         return decision
 
+    @on_guard_time
     def learn(self, decision: Decision, measurement: Measurement, *, difference: Difference | None = None) -> None:
         """Log what a launched trial cost, and condition the predictor on all runs that the log holds for this device.
 
@@ -712,9 +737,42 @@ class Guard:
         if before.observations:  # else what the log held before is no news
             self._warn_about_changes(before, self._assessment)
         self._num_runs += 1
+        self._report_cost(decision.study)
         if self._tuned and self._num_runs % 25 == 0 and (self._tuning is None or self._tuning.poll() is not None):
             with self._going_on(LogWarning, "start its learner"):  # there may be no memory for another process
                 self._tuning = start_tuning(str(self.log.url), self._tuned)
+
+    def _report_cost(self, study: str, *, least_runs: int = 8) -> None:
+        """Report once that the guard costs the study more than it saves. It is looked at after 8 runs, 16, 32 and so on."""
+        if self._num_runs < least_runs or self._num_runs & (self._num_runs - 1):
+            return
+        with self._going_on(LogWarning, "read the guard's time"):
+            summary = summarize(self.log.records(study))
+            if summary.cost is None or not summary.cost.is_too_high:
+                self._costly.discard(study)
+                return
+            self._costly.add(study)
+            words = [f"The guard costs the study {study!r} more than it saves: {summary.cost}."]
+            makes_dry_runs = any(source.startswith("captured") for source in summary.sources)
+            if makes_dry_runs and not self.strict:
+                words.append("From now on it makes no dry run of a trial that is like one before, where all budgets have room.")
+            words.append("Longer trials make up for its time.")
+            if makes_dry_runs:
+                words.append("So does `build=...`, which needs no dry run.")
+            log_once(f"cost of {study}", " ".join(words))
+
+    def stand_ins(self, study: str) -> Callable[[CapturedTrial], bool] | None:
+        """Return what says whether a captured trial may stand in for one alike. None: each trial of ``study`` is dry-run.
+
+        While the guard costs the study more than it saves, a trial may that leaves room under all limits. A strict guard judges
+        each trial by its own step.
+        """
+        return partial(self._may_stand_in, study=study) if study in self._costly and not self.strict else None
+
+    def _may_stand_in(self, captured: CapturedTrial, *, study: str, room: float = 1.5) -> bool:
+        """Return whether each limit would hold with a chance of 95% if the trial needed ``room`` times as much."""
+        verdict = self.preview(captured, study=study)
+        return verdict.action == "launch" and all(limit.margin(SMALL_CHANCE) < -math.log(room) for limit in verdict.limits)
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -779,12 +837,13 @@ class Guard:
             warn_user(message, category)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces", "_tuning")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces", "_tuning", "clock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from perfguard.graph import TraceCache
 
         self.__dict__.update(state)
+        self.clock = GuardClock()
         self._lock = threading.RLock()
         self._traces = TraceCache()
         self._tuning = None

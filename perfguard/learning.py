@@ -454,10 +454,13 @@ class Generation:
     """The runs that were learnt."""
     metrics: Mapping[str, float]
     """Mean |log(measured / predicted)| of held-out runs, for instance "recent time before" and "kept back memory after"."""
+    why_rejected: str = ""
+    """The condition that does not hold, in words. Empty: all hold, and the weights are promoted."""
 
     def __str__(self) -> str:
         errors = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
-        return f"{'promoted' if self.promoted else 'rejected'}, {self.num_rows} runs learnt; {errors}"
+        result = "promoted" if self.promoted else f"rejected: {self.why_rejected}"
+        return f"{result}; {self.num_rows} runs learnt; mean errors: {errors}"
 
 
 def tune_weights(
@@ -510,10 +513,10 @@ def tune_weights(
         for name in errors
         if errors[name]
     }
-    is_better = _is_better(before, after) and candidate.shift_on_reference <= 0.01
-    if is_better:
+    why_rejected = _why_not_better(before, after) or _why_forgetful(candidate.shift_on_reference)
+    if not why_rejected:
         log.promote(in_use.lineage, data, {name: round(value, 5) for name, value in metrics.items()} | {"rows": len(learnt)})
-    return Generation(is_better, len(learnt), metrics)
+    return Generation(not why_rejected, len(learnt), metrics, why_rejected)
 
 
 _Runs = Sequence[Observation]
@@ -544,19 +547,45 @@ def _judged(predictor: Predictor, splits: Sequence[tuple[_Runs, _Runs, _Runs]]) 
     return errors
 
 
-def _is_better(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> bool:
-    """Better on the newest runs, over both quantities; on those that were kept back no worse in either."""
+def _why_not_better(
+    before: Mapping[str, Sequence[float]],
+    after: Mapping[str, Sequence[float]],
+    *,
+    most_worse: float = 0.005,
+    least_recent: int = 8,
+    least_gain: float = 0.02,
+) -> str:
+    """Return why the weights are no better: on the newest runs, over both quantities, or on those that were kept back, in one.
+
+    Empty: they are better.
+    """
     for target in TARGETS:
         name = f"kept back {target}"
-        if before[name] and statistics.fmean(after[name]) > statistics.fmean(before[name]) + 0.005:
-            return False
+        if not before[name]:
+            continue
+        was, became = statistics.fmean(before[name]), statistics.fmean(after[name])
+        if became > was + most_worse:
+            return (
+                f"on older runs that were kept back, the mean error of {target} rose from {was:.3f} to {became:.3f}, and "
+                f"{most_worse} more is accepted"
+            )
     old = [error for target in TARGETS for error in before[f"recent {target}"]]
     new = [error for target in TARGETS for error in after[f"recent {target}"]]
-    if len(old) < 8:
-        return False
+    if len(old) < least_recent:
+        return f"the newest runs have {len(old)} readings to judge by, and {least_recent} are needed"
     gains = [a - b for a, b in zip(old, new, strict=True)]
-    chance = 2.0 * statistics.stdev(gains) / math.sqrt(len(gains))
-    return statistics.fmean(gains) > max(0.02 * statistics.fmean(old), chance)
+    gain, chance = statistics.fmean(gains), 2.0 * statistics.stdev(gains) / math.sqrt(len(gains))
+    needed = max(least_gain * statistics.fmean(old), chance)
+    if gain > needed:
+        return ""
+    return f"on the newest runs, the mean error fell by {gain:.4f}, and more than {needed:.4f} is needed to be no chance"
+
+
+def _why_forgetful(shift: float, *, most: float = 0.01) -> str:
+    """Return why the weights have forgotten what the shipped ones know. Empty: they have not."""
+    if shift <= most:
+        return ""
+    return f"on the reference data of the shipped weights, predictions moved by {shift:.1%}, and {most:.0%} is accepted"
 
 
 def start_tuning(url: str, predictor: str) -> subprocess.Popen[bytes]:

@@ -321,6 +321,13 @@ class MeasurementStore:
         """The devices that runs were measured on."""
         return [row.device_id for row in self._read(sql.select(MeasurementRow.device_id).distinct())]
 
+    def names(self) -> Mapping[str, list[str]]:
+        """Return the studies, devices and hosts of the log, by the field of a :class:`Selection` that selects them."""
+        host = sql.func.coalesce(MeasurementRow.host, DecisionRow.host)
+        columns = {"study": (DecisionRow.study,), "device": (DeviceRow.device_id, MeasurementRow.device_id), "host": (host,)}
+        rows = {name: self._read(Selection().query(*wanted).distinct()) for name, wanted in columns.items()}
+        return {name: sorted({value for row in found for value in row if value is not None}) for name, found in rows.items()}
+
     def counts(self) -> dict[str, int]:
         """Number of rows of each table."""
         rows = (DecisionRow, MeasurementRow, GraphRow, DeviceRow, WeightsRow)

@@ -32,8 +32,8 @@ from perfguard.record import QUANTITIES, VERDICT_COLUMNS, TrialRecord, breaks, c
 from perfguard.risk_budget import EndedTrial, RunningTrial, shows
 
 if TYPE_CHECKING:
-    from perfguard.budget import Quantity
     from perfguard.graph import OpGraph
+    from perfguard.quantities import Quantity
     from perfguard.verdict import Verdict
 
 LOG_FORMAT = "1"
@@ -222,6 +222,7 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
         set_aside=run.set_aside or "",
         host=run.host or decision.host,
         stopped_early=stopped_early,
+        first_step_s=measurement.first_step_s,
     )
 
 

@@ -16,7 +16,8 @@ from perfguard.quantities import format_bytes
 from perfguard.verdict import Verdict
 
 if TYPE_CHECKING:
-    from perfguard.budget import Limit, Quantity
+    from perfguard.budget import Limit
+    from perfguard.quantities import Quantity
 
 _LEAST_LOG_SIGMA = 0.03
 """Of the next reading of a configuration that was read once. Equal trials differ by some percent, on a CPU by more."""

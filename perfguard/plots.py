@@ -11,11 +11,10 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from perfguard.budget import NOUNS, Quantity
 from perfguard.exceptions import ConfigurationError
-from perfguard.quantities import format_quantity, format_seconds
+from perfguard.quantities import SPECS, Quantity, format_quantity, format_seconds
 from perfguard.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -66,9 +65,10 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     Raises:
         ConfigurationError: for a quantity that there is not, or without Plotly.
     """
-    if quantity not in get_args(Quantity):
-        raise ConfigurationError(f"quantity must be one of {', '.join(NOUNS)}, but got {quantity!r}.")
-    title, noun = f"Predicted against measured {NOUNS[quantity]}", NOUNS[quantity]
+    if quantity not in SPECS:
+        raise ConfigurationError(f"quantity must be one of {', '.join(SPECS)}, but got {quantity!r}.")
+    noun = SPECS[quantity].noun
+    title = f"Predicted against measured {noun}"
     points = [record for record in records if quantity in record.predicted]
     if not points:
         return _empty(title, _why_nothing(records, quantity))
@@ -140,7 +140,7 @@ def _in_words(record: TrialRecord, quantity: Quantity, measured: float | None) -
 
 def _comparable(record: TrialRecord, quantity: Quantity) -> float | None:
     """The measured value. None: there is none, or the trial was stopped, so that its time does not show the whole."""
-    value = record.measured.get(quantity)
+    value = record.counted(quantity)
     is_whole = quantity not in ("time", "cost") or not record.stopped_early or record.breaks(quantity)
     return value if is_whole and value is not None and math.isfinite(value) and value > 0 else None
 
@@ -232,7 +232,7 @@ def _layer_of(record: TrialRecord) -> str:
 
 def _cost(record: TrialRecord) -> float:
     """Seconds that a trial took, or that a pruned one would have taken."""
-    seconds = record.saved_s if record.is_pruned else record.measured.get("time", record.duration_s)
+    seconds = record.saved_s if record.is_pruned else record.ran_s
     return seconds if seconds is not None and math.isfinite(seconds) else 0.0
 
 
@@ -255,6 +255,7 @@ def _figure(title: str, subtitle: str) -> go.Figure:
     return graph_objects().Figure(
         layout={
             "title": {"text": f"{title}<br><sub>{html.escape(subtitle)}</sub>"},
+            "meta": {"title": title, "subtitle": subtitle},  # as plain text, for a page that shows them itself
             "template": "plotly_white",
             "xaxis": axis,
             "yaxis": axis,
@@ -282,13 +283,9 @@ def _why_nothing(records: Sequence[TrialRecord], quantity: Quantity | None) -> s
     known = {name for record in records for name in record.predicted}
     if not known or quantity is None:
         return "No trial was judged by PerfGuard. Run the study with a guard."
-    hints = {
-        "time": " Give Workload(steps=...).",
-        "cost": " Give Workload(steps=...), and cost_budget= with price_per_hour=.",
-        "epoch_time": " Give Workload(steps_per_epoch=...) and epoch_time_budget=.",
-    }
-    others = ", ".join(NOUNS[name] for name in NOUNS if name in known)
-    return f"{NOUNS[quantity].capitalize()} was not predicted, only {others}.{hints.get(quantity, '')}"
+    spec = SPECS[quantity]
+    others = ", ".join(other.noun for name, other in SPECS.items() if name in known)
+    return f"{spec.noun.capitalize()} was not predicted, only {others}. {spec.how_predicted}".rstrip()
 
 
 def _hover(record: TrialRecord, words: Iterable[str] = ()) -> str:
@@ -317,11 +314,7 @@ def _tick_text(value: float) -> str:
 
 def _unit_of(quantity: Quantity, values: Sequence[float]) -> tuple[str, float]:
     """The largest unit that leaves most of ``values`` at one or more, and what it is worth."""
-    units = {
-        "memory": (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)),
-        "energy": (("mJ", 1e-3), ("J", 1.0), ("kJ", 1e3)),
-        "cost": (("$", 1.0),),
-    }.get(quantity, (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)))
+    units = SPECS[quantity].unit.scales
     middle = statistics.median(values)
     return next(((name, size) for name, size in reversed(units) if middle >= size), units[0])
 

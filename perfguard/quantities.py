@@ -1,5 +1,6 @@
-"""Bytes, seconds, joules and dollars: from what people write, and back into what people read.
+"""The quantities that a budget can limit: bytes, seconds, joules and dollars, as people write and read them.
 
+All that differs from quantity to quantity stands in :data:`SPECS`: words, unit, parser, formatter, and the scales of pictures.
 What cannot be read, or is not positive and finite, is a ConfigurationError.
 """
 
@@ -7,9 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from perfguard.exceptions import ConfigurationError
+
+Quantity = Literal["memory", "host_memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
 
 
 def parse_bytes(value: int | float | str, *, what: str = "memory") -> int:
@@ -93,13 +98,87 @@ def format_dollars(dollars: float) -> str:
     return f"${dollars:.{2 - math.floor(math.log10(magnitude))}f}"
 
 
-def format_quantity(quantity: str, value: float) -> str:
-    """``value`` of a quantity that a budget can limit, in words: memory in bytes, energy in joules, cost in dollars, others in
-    seconds."""
-    forms = {"memory": format_bytes, "host_memory": format_bytes, "energy": format_joules, "cost": format_dollars}
-    return forms.get(quantity, format_seconds)(value)
-
-
 def _three_digits(value: float) -> str:
     magnitude = abs(value)
     return f"{value:.0f}" if magnitude >= 99.95 else f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"
+
+
+# --- The table of quantities ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """A kind of numbers."""
+
+    column: str
+    """Last part of the names of columns, such as "bytes" in "memory_limit_bytes"."""
+    parse: Callable[..., float]
+    format: Callable[[float], str]
+    scales: tuple[tuple[str, float], ...]
+    """Units for the axis of a picture, the smallest first, and what each is worth."""
+
+
+_BYTES = _Unit(
+    column="bytes",
+    parse=parse_bytes,
+    format=format_bytes,
+    scales=(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)),
+)
+_SECONDS = _Unit(
+    column="s",
+    parse=parse_seconds,
+    format=format_seconds,
+    scales=(("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)),
+)
+_JOULES = _Unit(column="j", parse=parse_joules, format=format_joules, scales=(("mJ", 1e-3), ("J", 1.0), ("kJ", 1e3)))
+_DOLLARS = _Unit(column="dollars", parse=parse_dollars, format=format_dollars, scales=(("$", 1.0),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantitySpec:
+    """The facts of one quantity."""
+
+    noun: str
+    """Its name in messages, such as "peak memory"."""
+    verb: str
+    """What a trial does with it, before the number in a sentence: "needs"."""
+    unit: _Unit
+    after: str = ""
+    """What follows the number in a sentence: " a step"."""
+    may_be_share: bool = False
+    """Whether a budget may be a share of what there is, in (0, 1]."""
+    multiple_of: Quantity | None = None
+    """The quantity through which it is measured, as a multiple by steps or by a price. None: it has readings of its own."""
+    how_predicted: str = ""
+    """What a user has to give for a prediction. Empty: nothing."""
+
+
+SPECS: Mapping[Quantity, QuantitySpec] = {
+    "memory": QuantitySpec(noun="peak memory", verb="needs", unit=_BYTES, may_be_share=True),
+    "host_memory": QuantitySpec(noun="host memory", verb="needs", after=" of host memory", unit=_BYTES, may_be_share=True),
+    "time": QuantitySpec(noun="trial time", verb="takes", unit=_SECONDS, how_predicted="Give Workload(steps=...)."),
+    "epoch_time": QuantitySpec(
+        noun="epoch time",
+        verb="takes",
+        after=" an epoch",
+        unit=_SECONDS,
+        multiple_of="step_time",
+        how_predicted="Give Workload(steps_per_epoch=...) and epoch_time_budget=.",
+    ),
+    "step_time": QuantitySpec(noun="step time", verb="takes", after=" a step", unit=_SECONDS),
+    "latency": QuantitySpec(noun="latency", verb="takes", after=" a batch", unit=_SECONDS, multiple_of="step_time"),
+    "energy": QuantitySpec(noun="energy", verb="uses", after=" a batch", unit=_JOULES),
+    "cost": QuantitySpec(
+        noun="trial cost",
+        verb="costs",
+        unit=_DOLLARS,
+        multiple_of="time",
+        how_predicted="Give Workload(steps=...), and cost_budget= with price_per_hour=.",
+    ),
+}
+"""The facts of each quantity. A new quantity is a row here, and a limit in :meth:`perfguard.Budget.limits`."""
+
+
+def format_quantity(quantity: Quantity, value: float) -> str:
+    """Return ``value`` of ``quantity`` in words."""
+    return SPECS[quantity].unit.format(value)

@@ -20,10 +20,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from perfguard.budget import Limit, Quantity
+from perfguard.budget import Limit
 from perfguard.predictor import HALF_INTERVAL, Estimate
+from perfguard.quantities import SPECS, Quantity
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.risk_budget import EVEN_CHANCE
 from perfguard.verdict import Action, Verdict
@@ -31,15 +32,14 @@ from perfguard.verdict import Action, Verdict
 if TYPE_CHECKING:
     from perfguard.measure import Measurement, Status
 
-QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-_UNITS = {"memory": "bytes", "host_memory": "bytes", "energy": "j", "cost": "dollars"}  # all others are times
+QUANTITIES: tuple[Quantity, ...] = tuple(SPECS)
 _NUMBERS = ("predicted", "low", "high", "limit")
 """The numbers of a verdict for each quantity."""
 
 
 def column(quantity: Quantity, number: str) -> str:
     """Return the name of a number, for instance "memory_limit_bytes" for ("memory", "limit")."""
-    return f"{quantity}_{number}_{_UNITS.get(quantity, 's')}"
+    return f"{quantity}_{number}_{SPECS[quantity].unit.column}"
 
 
 _COLUMNS = {quantity: tuple(column(quantity, number) for number in _NUMBERS) for quantity in QUANTITIES}
@@ -48,6 +48,7 @@ _TEXTS = ("source", "phase", "bound", "grounds", "remark", "unjudged")
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("verdict", "repair", "predictor", *_TEXTS), str),
     "accepted": float,
+    "guard_s": float,
     # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
     "memory_widening": float,
     "step_time_widening": float,
@@ -58,7 +59,7 @@ VERDICT_COLUMNS: Mapping[str, type] = {
 
 def columns_of(verdict: Verdict) -> dict[str, Any]:
     """Return ``verdict`` as columns, without those that are unknown or empty. Values are text and numbers."""
-    columns: dict[str, Any] = {"verdict": verdict.action, "accepted": verdict.accepted}
+    columns: dict[str, Any] = {"verdict": verdict.action, "accepted": verdict.accepted, "guard_s": verdict.guard_s}
     columns |= {name: getattr(verdict, name) for name in _TEXTS}
     if verdict.prediction is not None:
         columns["predictor"] = verdict.prediction.predictor
@@ -94,6 +95,7 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
         accepted=columns.get("accepted") or EVEN_CHANCE,
         repair=Repair(**repair),
         as_proposed=proposed[0] if proposed else None,
+        guard_s=columns.get("guard_s") or 0.0,
         **texts,
     )
 
@@ -114,10 +116,6 @@ def numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tu
     return predicted, tuple(limits)
 
 
-_IS_MULTIPLE_OF: Mapping[Quantity, Quantity] = {"latency": "step_time", "epoch_time": "step_time", "cost": "time"}
-"""What is measured through another quantity: its prediction is that of the other, times steps of an epoch or a price."""
-
-
 def measured_by(measurement: Measurement, predicted: Mapping[Quantity, Estimate]) -> dict[Quantity, float]:
     """Return what a run cost, by quantity. A latency, an epoch or a price is known where it is ``predicted``."""
     known: dict[Quantity, float | None] = {
@@ -125,9 +123,10 @@ def measured_by(measurement: Measurement, predicted: Mapping[Quantity, Estimate]
         "step_time": measurement.step_time_s,
         "time": measurement.total_time_s,
     }
-    for quantity, base in _IS_MULTIPLE_OF.items():
-        value = known[base]
-        if value is not None and quantity in predicted and base in predicted:
+    for quantity, spec in SPECS.items():
+        base = spec.multiple_of
+        value = None if base is None else known[base]
+        if base is not None and value is not None and quantity in predicted and base in predicted:
             known[quantity] = value * predicted[quantity].median / predicted[base].median
     return {quantity: value for quantity, value in known.items() if value is not None and math.isfinite(value)}
 
@@ -182,7 +181,13 @@ class TrialRecord:
     stopped_early: bool = False
     """Whether the tuner stopped the trial before its end, so that its time is not that of a whole trial."""
     duration_s: float | None = None
-    """Seconds from the start to the end of the trial as the tuner knows them, measured or not."""
+    """Seconds from the start to the end of the trial as the tuner knows them, measured or not. The guard's time is in it."""
+    first_step_s: float | None = None
+    """Seconds from the start of the measurement to the end of the first step."""
+
+    def counted(self, quantity: Quantity) -> float | None:
+        """Return what was measured of ``quantity``. None: nothing was, or it says nothing of the guarded device."""
+        return None if self.not_measured else self.measured.get(quantity)
 
     @property
     def reason(self) -> str:
@@ -236,6 +241,19 @@ class TrialRecord:
         return None if time is None or not self.is_pruned or self.fails_at_once else time.median
 
     @property
+    def guard_s(self) -> float:
+        """Seconds that the study waited for PerfGuard before the verdict, from the one before; see :attr:`Verdict.guard_s`."""
+        return 0.0 if self.verdict is None else self.verdict.guard_s
+
+    @property
+    def ran_s(self) -> float | None:
+        """Seconds that the trial ran: measured, else by the tuner's clock without the guard's time."""
+        measured_s = self.measured.get("time")
+        if measured_s is not None or self.duration_s is None:
+            return measured_s
+        return max(0.0, self.duration_s - self.guard_s)
+
+    @property
     def is_measured(self) -> bool:
         """Whether the trial ran on the guarded device, and it is known whether it broke a limit."""
         if self.not_measured or self.status in ("failed", "interrupted"):  # it was cut off before it could break a limit
@@ -253,6 +271,6 @@ class TrialRecord:
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
-        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
-        is_whole = self.status == "ok" and not self.not_measured and not (self.stopped_early and quantity in ("time", "cost"))
+        predicted, measured = self.predicted.get(quantity), self.counted(quantity)
+        is_whole = self.status == "ok" and not (self.stopped_early and quantity in ("time", "cost"))
         return abs(predicted.median / measured - 1) if is_whole and predicted and measured else None

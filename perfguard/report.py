@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard import __version__
-from perfguard.budget import NOUNS, Quantity
 from perfguard.exceptions import ConfigurationError, LogError
 from perfguard.plots import OUTCOMES, graph_objects, outcome_of, plot_budget, plot_savings
-from perfguard.quantities import format_quantity, format_seconds
+from perfguard.quantities import SPECS, Quantity, format_quantity, format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.summary import Summary, summarize
 
@@ -187,7 +186,7 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     limited = {quantity for record in shown for quantity in record.limits}
     quantities = [quantity for quantity in QUANTITIES if quantity in limited or quantity in compared]
     several = len({record.study for record in shown}) > 1
-    pairs = [f"{NOUNS[quantity].capitalize()}, {number}" for quantity in quantities for number in ("predicted", "measured")]
+    pairs = [f"{SPECS[quantity].noun.capitalize()}, {number}" for quantity in quantities for number in ("predicted", "measured")]
     look: Any = {
         "full_html": False,
         "include_plotlyjs": False,
@@ -196,6 +195,9 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         "config": {"responsive": True, "displayModeBar": False},
     }
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
+    titles = [(picture.layout.meta["title"], picture.layout.meta["subtitle"]) for picture in pictures]
+    for picture in pictures:  # a title in a picture is one line, which a phone cuts
+        picture.update_layout(title=None, margin={"t": 20})
     plots = [to_html(picture, **look) for picture in pictures]
     plotly, script = get_plotlyjs(), _asset("report.js")
     scripts = [plotly, script, *re.findall(r"<script[^>]*>(.*?)</script>", "".join(plots), flags=re.DOTALL)]
@@ -210,8 +212,9 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
             "pruned before launch": f"{summary.num_pruned:,}",
             "broke a budget": f"{summary.num_violations:,} of {summary.num_measured:,} measured" if summary.num_measured else "-",
             "time saved (predicted)": "-" if summary.saved_s is None else format_seconds(summary.saved_s),
+            "time of the guard": "-" if summary.cost is None else summary.cost.in_short,
         },
-        plots=plots,
+        plots=list(zip(titles, plots, strict=True)),
         hidden=len(report.records) - len(shown),
         heads=["Trial", *(["Study"] if several else []), "Outcome", "Reason", *pairs, "Hyperparameters"],
         several=several,
@@ -230,7 +233,7 @@ def _row(record: TrialRecord, index: int, quantities: Sequence[Quantity]) -> dic
     """The cells of a trial."""
     numbers = []
     for quantity in quantities:
-        estimate, measured = record.predicted.get(quantity), record.measured.get(quantity)
+        estimate, measured = record.predicted.get(quantity), record.counted(quantity)
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
         for value, small in ((None if estimate is None else estimate.median, interval), (measured, "")):
             numbers.append(("", "–", "") if value is None else (repr(value), format_quantity(quantity, value), small))

@@ -17,7 +17,7 @@ from perfguard.pace import LEAST_STEPS
 from perfguard.quantities import format_seconds
 
 if TYPE_CHECKING:
-    from perfguard.budget import Quantity
+    from perfguard.quantities import Quantity
     from perfguard.verdict import Verdict
 
 DEFAULT_RISK = 0.05

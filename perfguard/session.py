@@ -32,10 +32,10 @@ from perfguard.verdict import Decision, Verdict
 from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild
 
 if TYPE_CHECKING:
-    from perfguard.budget import Quantity
     from perfguard.capture import DryRuns
     from perfguard.capture.real import Difference
     from perfguard.pace import Running
+    from perfguard.quantities import Quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

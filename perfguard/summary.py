@@ -5,6 +5,7 @@ Every tuner's plugin and the report count their trials here, so "why pruned?" ha
 
 from __future__ import annotations
 
+import html
 import io
 import statistics
 from collections import Counter
@@ -12,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perfguard.budget import NOUNS, Quantity
-from perfguard.quantities import format_seconds
+from perfguard.guard_time import GuardCost
+from perfguard.quantities import SPECS, Quantity, format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.verdict import NOT_SEALED
 
@@ -84,10 +85,15 @@ class Summary:
     """Time of the launched trials, in seconds."""
     num_crashes_avoided: int
     """Pruned trials that need more memory than the device has. They would have failed in their first step, so they save no
-    time."""
+    time of a whole trial."""
     saved_s: float | None
     """Predicted time of the other pruned trials, in seconds, if each had run to its end. They include trials that break only a
     memory budget below the memory of the device. None: no trial time was predicted."""
+    crash_s: float | None
+    """Estimated seconds until a trial runs out of memory at once. It is the median of those that did, else of the first steps of
+    launched trials. None: unknown."""
+    cost: GuardCost | None
+    """The guard's own time beside what it saved. None: it was not recorded."""
     memory_errors: Errors | None
     time_errors: Errors | None
     """Errors of the trial time, or of the step time where no trial time was predicted."""
@@ -95,7 +101,7 @@ class Summary:
     def rows(self) -> Iterator[tuple[str, str]]:
         """The rows of the table: a label, and a value in words. Rows that have nothing to say are left out."""
         yield "trials launched", f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
-        names = {quantity: "unknown" if quantity is None else NOUNS[quantity] for quantity in self.pruned_for}
+        names = {quantity: "unknown" if quantity is None else SPECS[quantity].noun for quantity in self.pruned_for}
         counts = ", ".join(f"{names[quantity]} {count}" for quantity, count in self.pruned_for.items())
         yield "pruned before launch", f"{self.num_pruned}" + (f" ({counts})" if counts else "")
         if self.num_repeated:
@@ -117,12 +123,15 @@ class Summary:
         if self.launched_s is not None:
             yield "time of the launched trials", format_seconds(self.launched_s)
         if self.num_crashes_avoided:
-            yield "would have run out of memory at once", f"{self.num_crashes_avoided}"
+            after = "" if self.crash_s is None else f", each after about {format_seconds(self.crash_s)}"
+            yield "would have run out of memory at once", f"{self.num_crashes_avoided}{after}"
         if self.saved_s is not None:
             yield "time of the other pruned trials (predicted)", format_seconds(self.saved_s)
+        if self.cost is not None:
+            yield "time of the guard", f"{self.cost}"
         for errors in (self.memory_errors, self.time_errors):
             if errors is not None:
-                yield f"prediction error, {NOUNS[errors.quantity]}", f"{errors}"
+                yield f"prediction error, {SPECS[errors.quantity].noun}", f"{errors}"
 
     def table(self) -> Table:
         """The summary as a table for the terminal."""
@@ -141,17 +150,29 @@ class Summary:
         Console(file=text, width=120).print(self.table())
         return text.getvalue().rstrip()
 
+    def _repr_html_(self) -> str:
+        """The table, as a notebook shows the summary in the last line of a cell."""
+        rows = "".join(
+            f'<tr><th scope="row" style="text-align: left">{html.escape(label)}</th>'
+            f'<td style="text-align: left">{html.escape(value)}</td></tr>'
+            for label, value in self.rows()
+        )
+        return f"<table><caption>{html.escape(self.title)}</caption><tbody>{rows}</tbody></table>"
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.table()
 
 
-def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_repeated: int = 0) -> Summary:
+def summarize(
+    records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_repeated: int = 0, more_guard_s: float = 0.0
+) -> Summary:
     """Count trials.
 
     Args:
         records: the trials, in order.
         title: title of the table.
         num_repeated: proposals that were rejected from memory and have no record.
+        more_guard_s: seconds of the guard for verdicts that have no record.
     """
     launched = [record for record in records if not record.is_pruned]
     pruned = [record for record in records if record.is_pruned]
@@ -161,7 +182,16 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_r
     ]
     broken = Counter(record.broken_limit for record in pruned)
     saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
-    times = [seconds for record in launched if (seconds := record.measured.get("time", record.duration_s)) is not None]
+    times = [seconds for record in launched if (seconds := record.ran_s) is not None]
+    num_crashes = sum(record.fails_at_once for record in pruned)
+    crash_s = _crash_s(launched)
+    is_known = len(saved) + num_crashes == len(pruned) and (crash_s is not None or not num_crashes)
+    guard_s = more_guard_s + sum(record.guard_s for record in records)
+    cost = GuardCost(
+        guard_s=guard_s,
+        launched_s=sum(times) if times or not launched else None,
+        saved_s=sum(saved) + num_crashes * (crash_s or 0.0) if is_known else None,
+    )
     return Summary(
         title=title,
         device=", ".join(dict.fromkeys(record.device_name for record in records if record.device_name)),
@@ -179,11 +209,21 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", num_r
         num_violations=sum(record.violates for record in measured) if measured else None,
         not_measured=Counter(record.not_measured for record in launched if record.not_measured),
         launched_s=sum(times) if times else None,
-        num_crashes_avoided=sum(record.fails_at_once for record in pruned),
+        num_crashes_avoided=num_crashes,
         saved_s=sum(saved) if saved else None,
+        crash_s=crash_s,
+        cost=cost if guard_s else None,
         memory_errors=Errors.of(launched, "memory"),
         time_errors=Errors.of(launched, "time") or Errors.of(launched, "step_time"),
     )
+
+
+def _crash_s(launched: Iterable[TrialRecord]) -> float | None:
+    """Return the seconds until a trial runs out of memory in its first step. None: no launched trial shows it."""
+    launched = [record for record in launched if not record.not_measured]
+    crashes = [record.ran_s for record in launched if record.status == "oom" and record.ran_s is not None]
+    first_steps = [record.first_step_s for record in launched if record.first_step_s is not None]
+    return statistics.median(crashes or first_steps) if crashes or first_steps else None
 
 
 def error_in_words(error: float) -> str:

@@ -11,8 +11,9 @@ from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.risk_budget import EVEN_CHANCE
 
 if TYPE_CHECKING:
-    from perfguard.budget import Limit, Quantity
+    from perfguard.budget import Limit
     from perfguard.predictor import Estimate, Prediction
+    from perfguard.quantities import Quantity
 
 Action = Literal["launch", "prune", "repair"]
 NOT_SEALED = (
@@ -27,7 +28,10 @@ Source = Literal[
     "captured, not sealed",
     "captured at the first forward pass, not sealed",
     "described",
+    "as a trial alike",
 ]
+ALIKE: Literal["as a trial alike"] = "as a trial alike"
+"""The source of a trial for which another one stands in, see :mod:`perfguard.capture.alike`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,8 @@ class Verdict:
     """How it is known what the trial runs. Empty: it is not known."""
     phase: str = ""
     """The phase of the trial that needs most memory, for instance "the evaluation". Empty: a training step."""
+    guard_s: float = field(default=0.0, compare=False)
+    """Seconds that the study has waited for PerfGuard since the verdict before; see :mod:`perfguard.guard_time`."""
     prediction: Prediction | None = field(default=None, compare=False)
     """All that was predicted. None: nothing was, or the verdict was read from a log, which holds :attr:`predicted` alone."""
 

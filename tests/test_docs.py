@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
+import io
 import json
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from perfguard import cli
+from perfguard.cli import main
 from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +87,48 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))):
             broken.append(f"{file}#{anchor}")
     assert not broken
+
+
+@functools.cache
+def help_of(*words: str) -> str | None:
+    """What `perfguard WORDS --help` prints. None: there is no such command."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+            main([*words, "--help"])
+    except SystemExit as end:
+        return printed.getvalue() if not end.code else None
+    return printed.getvalue()
+
+
+def mentions_of(text: str) -> Iterator[list[str]]:
+    """The words of each `perfguard` command in ``text``: in a block of commands, or between backticks."""
+    for block in BLOCK.finditer(text):
+        if not block[1].startswith("python"):
+            lines = (line.partition(" #")[0] for line in block[2].splitlines())
+            yield from (line.split() for line in lines if line.startswith("perfguard "))
+    yield from (code.split() for code in re.findall(r"`(perfguard [^`\n]+)`", BLOCK.sub("", text)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_command_that_a_page_names_exists_with_its_options(page: Path) -> None:
+    """docs/check.md named a command that was gone."""
+    commands = set(re.findall(r"^    ([a-z-]+)(?: |$)", help_of() or "", re.MULTILINE))
+    assert {"check", "log"} <= commands
+    wrong = []
+    for _, *words in mentions_of(page.read_text(encoding="utf-8")):
+        name = words[0]
+        if not name.startswith("-") and not name.isupper() and name not in commands:
+            wrong.append(name)
+            continue
+        verb = words[1:2] if name in ("log", "weights") and re.fullmatch("[a-z]+", words[1] if words[1:] else "") else []
+        known = help_of(name, *verb) if name in cli._COMMANDS else None
+        own = words[: words.index("--")] if "--" in words else words
+        options = [re.sub(r"[^\w-].*", "", word) for word in own if word.startswith("--")]
+        wrong += [f"{name} {option}" for option in options if known and not re.search(rf"{option}\b", known)]
+        if verb and known is None:
+            wrong.append(f"{name} {verb[0]}")
+    assert not wrong
 
 
 def test_each_page_is_in_the_index() -> None:

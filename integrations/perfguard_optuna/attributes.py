@@ -8,6 +8,7 @@ Beside these there are:
     perfguard:try              2 if the trial ran once more, after it ran out of memory (on_oom="repair")
     perfguard:not_measured     why what ran says nothing of the guarded device
     perfguard:stopped          why a running trial was stopped: its pace, or the hard time limit
+    perfguard:first_step_s     seconds from the start to the end of the first step
     perfguard:decision_id      key of the verdict in the measurement log
     perfguard:proposed_for     of a proposal that a PerfGuardSampler rejected: the trial that it searched for
     perfguard:device_id, perfguard:device_name, perfguard:capacity_bytes      the guarded device, and its memory
@@ -88,6 +89,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
         predictor=columns.get("predictor", ""),
         stopped_early=trial.state == TrialState.PRUNED and status == "ok",
         duration_s=None if trial.duration is None else trial.duration.total_seconds(),
+        first_step_s=columns.get("first_step_s"),
     )
 
 

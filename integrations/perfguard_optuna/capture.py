@@ -13,6 +13,7 @@ from optuna.study import StudyDirection
 
 from perfguard.capture import Answer, Ask, DryRuns, SelfEnded
 from perfguard.exceptions import CaptureError
+from perfguard.guard_time import GuardClock
 from perfguard_optuna.dry_trial import DryTrial
 from perfguard_optuna.facts import FACT, Facts, ParamsAndFacts, Told, facts_asked_for, snapshot_of
 
@@ -35,14 +36,22 @@ class ObjectiveBuild(DryRuns):
         device: the guarded device.
         directions: those of the study.
         network: leave the network open in dry runs.
+        clock: counts the time of dry runs, without that of the study's sampler. None: they are not counted.
     """
 
     captures = True
 
     def __init__(
-        self, objective: Objective, device: Device, directions: Sequence[StudyDirection], *, network: bool = False
+        self,
+        objective: Objective,
+        device: Device,
+        directions: Sequence[StudyDirection],
+        *,
+        network: bool = False,
+        clock: GuardClock | None = None,
     ) -> None:
         super().__init__(functools.partial(_play, objective, tuple(directions)), device, network=network)
+        self.clock = clock or GuardClock()
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``, in the trial that :func:`asked_for` names.
@@ -73,9 +82,12 @@ class ObjectiveBuild(DryRuns):
         def answer(name: str, distribution: BaseDistribution | None) -> Answer:
             if distribution is None:
                 return facts.answer(name)
-            return _answer(name, trial._suggest(name, distribution), distribution)
+            with self.clock.paused():
+                value = trial._suggest(name, distribution)
+            return _answer(name, value, distribution)
 
-        return self.capture(answer)
+        with self.clock.running():
+            return self.capture(answer)
 
 
 def _answer(name: str, value: Any, distribution: BaseDistribution) -> Answer:

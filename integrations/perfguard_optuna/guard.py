@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
-    from perfguard.budget import Quantity
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
+    from perfguard.quantities import Quantity
 
 
 class OptunaGuard:

@@ -262,7 +262,8 @@ class PerfGuardSampler(BaseSampler):
         try:
             write(study, rejected, {}, guard.constraints_of(study, verdict.margins))
             graph = None if proposal.workload is None else guard.guard.trace(proposal.workload)
-            guard.guard.record(verdict, graph, study=study.study_name, trial=rejected.number, params=params)
+            decision = guard.guard.record(verdict, graph, study=study.study_name, trial=rejected.number, params=params)
+            write(study, rejected, {"guard_s": decision.verdict.guard_s})
             self.inner.after_trial(study, rejected, TrialState.PRUNED, None)
         finally:
             storage.set_trial_state_values(trial_id, TrialState.PRUNED)

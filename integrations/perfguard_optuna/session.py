@@ -18,6 +18,7 @@ from optuna.trial import TrialState
 from perfguard.capture import DryRuns
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, TooLargeError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
+from perfguard.guard_time import GuardClock, on_guard_time
 from perfguard.measure import CUT_SHORT, Measurement, Run, status_of
 from perfguard.record import column
 from perfguard.repair import Repair
@@ -38,8 +39,8 @@ from perfguard_optuna.facts import asked_for
 from perfguard_optuna.ranks import Ranks, leads_ranks
 
 if TYPE_CHECKING:
-    from perfguard.budget import Quantity
     from perfguard.capture.real import RealStep
+    from perfguard.quantities import Quantity
     from perfguard_optuna.guard import OptunaGuard
 
 
@@ -64,6 +65,13 @@ class OptunaSession:
     """Holds a step of the running trial against its dry run. None: that was done for an equal trial."""
     is_over: bool = False
     """Whether it was measured, or reported as unguarded. It is not judged again."""
+    guard_s: float = 0.0
+    """The guard's time that its verdicts have, see :attr:`perfguard.verdict.Verdict.guard_s`."""
+
+    @property
+    def clock(self) -> GuardClock:
+        """The clock of the guard's own time."""
+        return self.guard.clock
 
     @property
     def guard(self) -> Guard:
@@ -85,6 +93,7 @@ class OptunaSession:
 
     # --- Before the launch ------------------------------------------------------------------------------------------------------
 
+    @on_guard_time
     def begin(
         self,
         build: AnyBuild | None,
@@ -121,6 +130,7 @@ class OptunaSession:
         self._launch(keeps_pace=keeps_pace)
         return True
 
+    @on_guard_time
     def judge(
         self,
         build: AnyBuild | None,
@@ -195,7 +205,9 @@ class OptunaSession:
         self.error = None
         self.missing = ()
         verdict = decision.verdict
-        self._write(attributes_of(verdict, self.owner.device) | {"decision_id": decision.id}, verdict.margins)
+        self.guard_s += verdict.guard_s
+        attributes = attributes_of(verdict, self.owner.device) | {"decision_id": decision.id, "guard_s": self.guard_s}
+        self._write(attributes, verdict.margins)
 
     @contextmanager
     def _writing_errors(self) -> Iterator[None]:
@@ -216,6 +228,7 @@ class OptunaSession:
 
     # --- While it runs ----------------------------------------------------------------------------------------------------------
 
+    @on_guard_time
     def judge_late(self, found: CapturedTrial | Exception, *, set_up_s: float, waited_s: float) -> None:
         """Judge the trial, which runs already, by what was ``found`` of it: what it runs, or why that is not known.
 
@@ -226,6 +239,7 @@ class OptunaSession:
             optuna.TrialPruned: if the trial does not fit.
             UnguardedTrialError: if it cannot be judged, and the guard is strict.
         """
+        self.clock.add(waited_s)
         params = WatchedParams(self.trial.params)
         made = found if isinstance(found, Exception) else self.guard.with_steps(found, params)
         with nullcontext() if self.run is None else self.run.left_out(after_s=waited_s), self._writing_errors():
@@ -268,6 +282,7 @@ class OptunaSession:
 
     # --- After its end ----------------------------------------------------------------------------------------------------------
 
+    @on_guard_time
     def try_again(self, build: AnyBuild) -> bool:
         """Decide how the trial, which has ended out of memory, runs once more. Return False if it cannot run in another way."""
         params = WatchedParams(self.trial.params)
@@ -277,6 +292,7 @@ class OptunaSession:
             self._note(self.core.decision, params.used)
         return is_repaired
 
+    @on_guard_time
     def end(self, how: HowEnded, *, at_last_step: bool = False, ranks: Ranks | None = None) -> Measurement | None:
         """End the measuring of the trial, and learn from it.
 
@@ -316,6 +332,9 @@ class OptunaSession:
         if status == "timeout":
             attributes["stopped"] = how.note
         attributes |= {column(quantity, "measured"): value for quantity, value in ending.measured.items()}
+        first_step_s = ending.measurement.first_step_s
+        if first_step_s is not None and not ending.not_measured:
+            attributes["first_step_s"] = first_step_s
         self._write(attributes, ending.margins)
 
     def _write(self, attributes: Mapping[str, Any], margins: Mapping[Quantity, float] | None = None) -> None:

@@ -16,8 +16,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard import plots, summary
-from perfguard.budget import Quantity
 from perfguard.exceptions import ConfigurationError
+from perfguard.quantities import Quantity
 from perfguard.report import Report, tables_in
 from perfguard.summary import Summary
 from perfguard.tracking import Tracker, TrackerName

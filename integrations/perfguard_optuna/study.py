@@ -27,13 +27,15 @@ from perfguard.exceptions import (
 from perfguard.leftovers import free_memory, warn_of_held_memory
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.session import check_repairs
+from perfguard.summary import summarize
 from perfguard.time_limit import call_within, uninterrupted
 from perfguard.workload import AnyBuild, CapturedTrial
-from perfguard_optuna.attributes import PREFIX, has_verdict
+from perfguard_optuna.attributes import PREFIX, has_verdict, records_of
 from perfguard_optuna.capture import Objective, ObjectiveBuild, SelfDescribed, leave_study
 from perfguard_optuna.dry_trial import DryTrial
 from perfguard_optuna.facts import snapshot_of
 from perfguard_optuna.guard import GuardedRun, OptunaGuard, prune_if_ran_out, ran_out_of_memory
+from perfguard_optuna.progress import LaunchedBar
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.ranks import Ranks, leads_ranks, own_trial, running
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -95,7 +97,11 @@ class GuardedStudy(optuna.Study):
         search = guard.search_of(self)
         search.begin()
         objective.begin(self)
-        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
+        bar = None
+        if show_progress_bar and n_trials is not None and count == "launched":
+            bar = LaunchedBar(lambda: objective.num_launched, n_trials, timeout)
+            callbacks.append(bar)
+        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and bar is None)
         try:
             super().optimize(objective, n_trials, timeout, *common)
             # The trials that did not fit are made up for.
@@ -114,6 +120,12 @@ class GuardedStudy(optuna.Study):
         finally:
             objective.end()
             self.sampler = sampler
+            if bar is not None:
+                bar.close()
+
+    def _repr_html_(self) -> str:
+        """The summary, as a notebook shows the study in the last line of a cell."""
+        return summarize(records_of(self), title=self.study_name)._repr_html_()
 
 
 def _warner_of_no_pruner() -> Callable[[optuna.Study, FrozenTrial], None]:
@@ -154,10 +166,15 @@ class GuardedObjective:
         """Prepare for the trials of ``study``, before the first of them touches the device."""
         with self._lock:
             if self._build is None:
+                clock = self.guard.guard.clock
                 self._build = self.guard.build = captures = ObjectiveBuild(
-                    self._objective, self.guard.device, study.directions, network=self.guard.guard.dry_run_network
+                    self._objective,
+                    self.guard.device,
+                    study.directions,
+                    network=self.guard.guard.dry_run_network,
+                    clock=clock,
                 )
-                with suppress(CaptureError):  # each trial says so
+                with suppress(CaptureError), clock.running():  # each trial says why it failed
                     captures.start()
             self._propose_nothing_again(study)
 
@@ -273,6 +290,7 @@ class GuardedObjective:
         if not isinstance(captures, ObjectiveBuild):
             return guarded
         found: Exception | None = None
+        captures.may_stand_in = self.guard.guard.stand_ins(trial.study.study_name)
         try:
             captures.ask(trial)
         except (SelfEnded, SelfDescribed):

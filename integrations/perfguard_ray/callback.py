@@ -330,7 +330,9 @@ def summarize(search: Any) -> Summary:
         LogError: if the log cannot be read now.
     """
     ledger = ledger_of(search, who="perfguard_ray.summarize")
-    return summary.summarize(ledger.records(), title=ledger.study, num_repeated=ledger.num_repeated)
+    return summary.summarize(
+        ledger.records(), title=ledger.study, num_repeated=ledger.num_repeated, more_guard_s=ledger.superseded_guard_s()
+    )
 
 
 def status_of_failure(error: Exception | None) -> Status:

@@ -243,6 +243,8 @@ class Ledger:
 
     def found(self, config: Mapping[str, Any]) -> AnyWorkload | Exception:
         """Return what the trial of ``config`` would run, or why that is not known."""
+        if isinstance(self.build, DryRuns):
+            self.build.may_stand_in = self.guard.stand_ins(self.study)
         return self._with_steps(self.guard.describe(self.build, config), config)
 
     def _with_steps(self, found: _Found | Exception, config: Mapping[str, Any]) -> _Found | Exception:
@@ -364,8 +366,15 @@ class Ledger:
 
     def records(self) -> list[TrialRecord]:
         """The trials of the run in the log, oldest first. Of a configuration that was judged twice, the second verdict."""
-        records = [record for record in self.guard.log.records(self.study) if record.decision_id not in self.search.superseded]
+        return [record for record in self._logged() if record.decision_id not in self.search.superseded]
+
+    def superseded_guard_s(self) -> float:
+        """Seconds of the guard for the verdicts that a second look has taken the place of."""
+        return sum(record.guard_s for record in self._logged() if record.decision_id in self.search.superseded)
+
+    def _logged(self) -> list[TrialRecord]:
         # An earlier experiment may have had the same name.
+        records = self.guard.log.records(self.study)
         return [one for one in records if one.created_at is None or one.created_at.timestamp() >= self.begun_at]
 
     def _unguarded(self, topic: str, message: str) -> None:

@@ -95,6 +95,8 @@ class DryRuns:
         self._remembered = Remembered(most_failed=most_failed)
         self._spares = spares
         self._network = network
+        self.may_stand_in: Callable[[CapturedTrial], bool] | None = None
+        """Returns whether a captured trial may stand in for one alike, so that no dry run is made. None: none may."""
 
     def start(self) -> None:
         """Start the server, unless it runs. Call it before the first trial.
@@ -163,6 +165,8 @@ class DryRuns:
             answers: dict[str, Answer] = {}
             remembered = self._remembered
             found = remembered.foresee(answer, answers) if params is None else remembered.of_params(params)
+            if found is None and self.may_stand_in is not None:
+                found = self._stand_in(self.may_stand_in, answer, answers, params)
             if found is None:
                 answers.clear()
                 found = self._run(answer, answers, spares=self._spares)
@@ -170,6 +174,20 @@ class DryRuns:
             if isinstance(found, Exception):
                 raise copy.copy(found)  # each raise adds frames to the traceback of the one that is remembered
             return found
+
+    def _stand_in(
+        self,
+        may: Callable[[CapturedTrial], bool],
+        answer: Callable[..., Answer],
+        answers: dict[str, Answer],
+        params: Mapping[str, Any] | None,
+    ) -> CapturedTrial | None:
+        """Return a captured trial that is alike, if it ``may`` stand in. None: a dry run must show the trial."""
+        alike = self._remembered.alike
+        if params is None and not alike.foresee(answer, answers):
+            return None
+        found = alike.nearest({name: given.value for name, given in answers.items()} if params is None else params)
+        return found if found is not None and may(found) else None
 
     def _remember(self, answers: Mapping[str, Answer], found: CapturedTrial | Exception) -> None:
         remembered = self._remembered

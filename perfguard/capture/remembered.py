@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from perfguard.capture.alike import Alike
 from perfguard.capture.child import Answer, SelfEnded
 from perfguard.capture.seal import StartsTrainingError
 from perfguard.exceptions import CaptureError
@@ -64,6 +65,8 @@ class Remembered:
         self._questions: LastUsed[Hashable, Question] = LastUsed(most_questions)
         self._spaces: LastUsed[tuple[str, ...], _Space] = LastUsed(most_trials)
         self._latest_space: tuple[str, ...] = ()
+        self.alike = Alike(most_trials=most_trials, most_operators=most_operators)
+        """What may stand in for a trial that is not known."""
 
     def foresee(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> Shown | None:
         """Ask as the objective would, until the ``answers``, which are filled in, are known ones. None: a dry run must tell."""
@@ -99,6 +102,7 @@ class Remembered:
     def note_question(self, answers: Mapping[str, Answer], question: Question) -> None:
         """Note what the objective asks after ``answers``."""
         self._questions.put(_exactly(answers), question)
+        self.alike.note_question(answers, question)
 
     def is_new_space(self, answers: Mapping[str, Answer]) -> bool:
         """Whether it is not known yet if the values of the continuous parameters change the step."""
@@ -124,6 +128,8 @@ class Remembered:
         if answers or not isinstance(shown, CaptureError):  # else it did not come to what tells trials apart
             self._shown.put(self._key(answers), shown)
         parameters, space = _without_numbers(answers), self._spaces.get(tuple(answers))
+        if not isinstance(shown, Exception):
+            self.alike.note(answers, shown, by_value=space is None or space.by_value is not False)
         if len(parameters) < len(answers) and space is not None and space.by_value is False:  # another number changes nothing
             self.note_space(parameters, by_value=False)
             self._shown.put(self._key(parameters), shown)

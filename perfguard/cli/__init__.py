@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         takes_script = words[:1] and words[0] in _OF_SCRIPTS
         end = words.index("--") if takes_script and "--" in words else len(words)  # what follows are the script's own words
-        arguments = _parser(words[:end], installed.values()).parse_args(words[:end])
+        own_words = _with_negative_values(words[:end])
+        arguments = _parser(own_words, installed.values()).parse_args(own_words)
         arguments.own_process, arguments.words = argv is None, words[end + 1 :]
         status: int | None = _function(arguments.command, arguments.command)(arguments)
         sys.stdout.flush()  # here, so that a broken pipe is noticed while it can be answered
@@ -83,6 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
         return 141
     return status or 0
+
+
+def _with_negative_values(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with each option joined to a negative value, such as "--max-memory=-1GiB".
+
+    argparse takes "-1GiB" for an option, and says that the value is missing. Joined, the value is refused by what reads it.
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and re.fullmatch(r"--[\w-]+", joined[-1]) and re.match(r"-[.$\d]", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _function(command: str, name: str) -> Callable[..., Any]:

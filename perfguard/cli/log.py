@@ -19,8 +19,10 @@ from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.quantities import format_quantity, parse_seconds
 
 if TYPE_CHECKING:
-    from perfguard.budget import Quantity
+    from collections.abc import Sequence
+
     from perfguard.log import MeasurementStore, Selection
+    from perfguard.quantities import Quantity
     from perfguard.record import TrialRecord
 
 
@@ -51,8 +53,9 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     quarantine.add_argument("--json", action="store_true", help="print JSON")
     forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
     forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
-    forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    verb("prune", "delete decisions with their measurements")
+    prune = verb("prune", "delete decisions with their measurements, for good")
+    for changing in (forget, prune):
+        changing.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
@@ -76,10 +79,15 @@ def open_log(location: str | None) -> MeasurementStore:
     return MeasurementStore(location)
 
 
-def _selection(arguments: argparse.Namespace) -> Selection:
+def _selection(store: MeasurementStore, arguments: argparse.Namespace) -> Selection:
+    """Return what the options select.
+
+    Raises:
+        LogError: if the log has no such study, device or host.
+    """
     from perfguard.log import Selection
 
-    return Selection(
+    selection = Selection(
         study=arguments.study,
         device=None if arguments.device is None else _devices(arguments.device),
         host=arguments.host,
@@ -88,6 +96,23 @@ def _selection(arguments: argparse.Namespace) -> Selection:
         since=_time(arguments.since, "--since"),
         before=_time(arguments.before, "--before"),
     )
+    of_one = {
+        "study": Selection(study=selection.study),
+        "device": Selection(device=selection.device),
+        "host": Selection(host=selection.host),
+    }
+    for what, one in of_one.items():
+        if not one.is_everything and not store.records(one, newest=1):
+            raise LogError(_why_unknown(what, getattr(arguments, what), store.names()[what]))
+    return selection
+
+
+def _why_unknown(what: str, name: str, known: Sequence[str], *, most: int = 10) -> str:
+    """Return that the log has no study, device or host of this ``name``, and which it has."""
+    from perfguard.workload import did_you_mean
+
+    shown = ", ".join(map(repr, known[:most])) + (", ..." if len(known) > most else "")
+    return f"The log has no {what} {name!r}{did_you_mean(name, known)}. It has {shown or 'none'}."
 
 
 def _devices(name: str) -> str | tuple[str, ...]:
@@ -119,7 +144,8 @@ def _time(text: str | None, what: str) -> datetime.datetime | None:
 
 
 def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    records, counts = store.records(_selection(arguments), newest=max(1, arguments.last)), store.counts()
+    records = store.records(_selection(store, arguments), newest=max(1, arguments.last))
+    counts = store.counts()
     if arguments.json:
         rows = [_as_json(record) for record in records]
         print(json.dumps({"log": repr(store), "counts": counts, "decisions": rows}, indent=2, default=str))
@@ -175,7 +201,7 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
 
 
 def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    print(f"{arguments.file}: {store.export(arguments.file, _selection(arguments)):,} decisions")
+    print(f"{arguments.file}: {store.export(arguments.file, _selection(store, arguments)):,} decisions")
 
 
 def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
@@ -202,24 +228,15 @@ def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
 def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     """Set measurements aside, or with --undo use them again, after a question."""
-    selection = _selection(arguments)
+    selection = _selection(store, arguments)
     if selection.is_everything:
         raise ConfigurationError("Say which measurements to forget: --study NAME, --device NAME, --host NAME, --since TIME, ...")
     found = [row for row in store.records(selection) if row.status and bool(row.set_aside) == arguments.undo]
     if not found:
         state = "set aside" if arguments.undo else "in use"
         raise LogError(f"No measurement that is {state} matches. See `perfguard log show` with the same selection.")
-    devices, studies = sorted({row.device_id or "unknown" for row in found}), {row.study for row in found}
-    print(
-        f"{len(found):,} measurements of {len(studies)} {'study' if len(studies) == 1 else 'studies'} on {', '.join(devices)}, "
-        f"{found[0].created_at:%Y-%m-%d %H:%M:%S} to {found[-1].created_at:%Y-%m-%d %H:%M:%S} (UTC)"
-    )
-    if not arguments.yes:
-        if not sys.stdin.isatty():
-            raise LogError("Nothing was changed: add --yes where there is no terminal.")
-        question = "Use them again?" if arguments.undo else "Set them aside, so that nothing learns from them?"
-        if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
-            raise LogError("Nothing was changed.")
+    question = "Use them again?" if arguments.undo else "Set them aside, so that nothing learns from them?"
+    _confirm(found, "measurements", question, yes=arguments.yes)
     if arguments.undo:
         print(f"{store.take_back(selection):,} measurements are used again")
         return
@@ -233,10 +250,34 @@ def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
         print("    perfguard weights rollback")
 
 
+def _confirm(found: Sequence[TrialRecord], noun: str, question: str, *, yes: bool) -> None:
+    """Print what was ``found``, and ask before it changes, unless the answer is ``yes`` already.
+
+    Raises:
+        LogError: if the answer is no, or there is no terminal to ask.
+    """
+    studies = {row.study for row in found}
+    devices = sorted({row.device_id or "unknown" for row in found})
+    print(
+        f"{len(found):,} {noun} of {len(studies)} {'study' if len(studies) == 1 else 'studies'} on {', '.join(devices)}, "
+        f"{found[0].created_at:%Y-%m-%d %H:%M:%S} to {found[-1].created_at:%Y-%m-%d %H:%M:%S} (UTC)"
+    )
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise LogError("Nothing was changed: add --yes where there is no terminal.")
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise LogError("Nothing was changed.")
+
+
 def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    selection = _selection(arguments)
+    """Delete decisions after a question. Where none matches, there is nothing to ask."""
+    selection = _selection(store, arguments)
     if selection.is_everything:
         raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, ...")
+    if found := store.records(selection):
+        question = "Delete them with their measurements? There is no way back; `perfguard log forget` has one."
+        _confirm(found, "decisions", question, yes=arguments.yes)
     print(f"{store.prune(selection):,} decisions removed")
 
 

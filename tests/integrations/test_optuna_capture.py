@@ -24,7 +24,9 @@ import perfguard_optuna
 from perfguard import Device, resolve_device
 from perfguard.capture.first_forward import FirstForward
 from perfguard.exceptions import CaptureError, DriftWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.guard_time import GuardClock
 from perfguard.log import MeasurementStore
+from perfguard.verdict import ALIKE
 from perfguard.workload import CapturedTrial
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of, repair_of, summarize
 from perfguard_optuna.capture import ObjectiveBuild, leave_study
@@ -583,3 +585,67 @@ def test_trial_that_runs_another_step_than_its_dry_run_warns_once_and_is_learnt_
     assert "the real step differs" in first.verdict.remark
     # Equal trials are judged by the real step, so nothing of theirs is corrected.
     assert [record.verdict.remark for record in later] == ["", ""]  # type: ignore[union-attr]
+
+
+class SlowSampler(optuna.samplers.RandomSampler):
+    """A sampler that takes 100 s for each parameter, by a clock that is moved by hand."""
+
+    now_s = 0.0
+
+    def sample_independent(self, *arguments: Any) -> Any:
+        SlowSampler.now_s += 100
+        return super().sample_independent(*arguments)
+
+
+def test_guard_time_has_dry_runs_and_not_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = ObjectiveBuild.capture
+
+    def slowly(*arguments: Any) -> CapturedTrial:
+        SlowSampler.now_s += 5
+        return capture(*arguments)
+
+    def objective(trial: optuna.Trial) -> float:
+        model = nn.Linear(8, trial.suggest_int("width", 8, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=trial.suggest_float("lr", 0.1, 0.2))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        return 0.0
+
+    monkeypatch.setattr(ObjectiveBuild, "capture", slowly)
+    study = optuna.create_study(sampler=SlowSampler(seed=0))
+    guarded = perfguard_optuna.guarded(objective, gpu="cpu", log=False)
+    guarded.guard.guard.clock = GuardClock(lambda: SlowSampler.now_s)
+    study.optimize(guarded, n_trials=2)
+    assert_judged(study.trials)
+    assert SlowSampler.now_s == 2 * (200 + 2 * 5), "a verdict asks for what was captured"
+    assert [record_of(trial).guard_s for trial in study.trials] == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_costly_guard_makes_no_dry_run_of_a_trial_alike(varies: bool) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 8, 600)
+        rate = trial.suggest_float("momentum" if varies and width % 2 else "rate", 0.1, 0.2)
+        model = nn.Linear(8, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        return 0.0
+
+    study = study_of()
+    for width in (100, 101, 110, 400, 410):
+        study.enqueue_trial({"width": width})
+    guarded = perfguard_optuna.guarded(objective, gpu="cpu", log=False)
+    study.optimize(guarded, n_trials=2)
+    guarded.guard.guard._costly = {study.study_name}
+    study.optimize(guarded, n_trials=3)
+    assert_judged(study.trials)
+    sources = [trial.user_attrs["perfguard:source"].partition(",")[0] for trial in study.trials]
+    # Where a value decides what is asked, nobody knows it without a dry run.
+    assert sources == ["captured", "captured", "captured" if varies else ALIKE, "captured", "captured" if varies else ALIKE]
+    assert [trial.params["width"] for trial in study.trials] == [100, 101, 110, 400, 410]
+    assert all(len(trial.params) == 2 for trial in study.trials)

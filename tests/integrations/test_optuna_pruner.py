@@ -67,6 +67,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:reason": reason,
         "perfguard:predictor": "replay-1",
         "perfguard:decision_id": pruner.guard.log.records()[0].decision_id,
+        "perfguard:guard_s": pruner.guard.log.records()[0].guard_s,
         "perfguard:device_id": pruner.guard.device.id,
         "perfguard:device_name": pruner.guard.device.name,
         "perfguard:capacity_bytes": pruner.guard.device.memory_bytes,

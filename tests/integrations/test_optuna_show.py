@@ -74,9 +74,13 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
         assert ours.reason == logged.reason
         assert ours.limits == logged.limits == {"memory": 64 * 2**20}
         assert ours.measured == pytest.approx(logged.measured)
+        assert ours.guard_s == logged.guard_s > 0
+        assert ours.first_step_s == logged.first_step_s
     summary = summarize(study)
     assert (summary.num_pruned, summary.num_launched) == (of_log.summary.num_pruned, of_log.summary.num_launched)
     assert summary.num_pruned > 0
+    assert summary.cost is not None
+    assert summary.cost.guard_s == pytest.approx(sum(record.guard_s for record in of_log.records))
 
 
 def test_the_pictures_have_every_trial(study: optuna.Study) -> None:

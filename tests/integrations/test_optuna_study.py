@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import perfguard_optuna
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.verdict import ALIKE
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, load_study, record_of
 from tests.doubles import ReplayPredictor
 from tests.integrations.one_layer import (
@@ -51,7 +52,8 @@ def test_the_literal_line_runs() -> None:
     study.optimize(objective, n_trials=10, pruner=PerfGuardPruner(gpu="a100", log=False))
     assert states(study) == [COMPLETE] * 10
     verdicts = [record_of(trial).verdict for trial in study.trials]
-    assert all(verdict is not None and verdict.source == "captured" and verdict.predicted for verdict in verdicts)
+    # Such trials are so short that the guard may cost more than it saves, so the last ones need no dry run of their own.
+    assert all(verdict is not None and verdict.source in ("captured", ALIKE) and verdict.predicted for verdict in verdicts)
 
 
 def test_pace_stops_a_trial_that_never_asks() -> None:
@@ -298,3 +300,55 @@ def test_a_guarded_trial_takes_what_optunas_takes(name: str) -> None:
     assert {parameter: ours[parameter].default for parameter in ours} == {
         parameter: theirs[parameter].default for parameter in theirs
     }
+
+
+class Bar:
+    """A progress bar that remembers its steps, in the place of tqdm's."""
+
+    def __init__(self, made: list[Bar], total: int) -> None:
+        self.total = total
+        self.num_steps = 0
+        self.is_closed = False
+        made.append(self)
+
+    def update(self, steps: int) -> None:
+        assert not self.is_closed
+        self.num_steps += steps
+
+    def set_description(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_one_progress_bar_counts_launched_trials(n_jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar was drawn again for each trial that replaced a pruned one."""
+    made: list[Bar] = []
+    monkeypatch.setattr("optuna.progress_bar.tqdm", functools.partial(Bar, made))
+    study = study_of(LARGE, SMALL, LARGE - 1, LARGE - 2, 9, LARGE - 3, 10)
+    study.optimize(objective, n_trials=3, n_jobs=n_jobs, pruner=make_pruner(), show_progress_bar=True)
+    assert PRUNED in states(study)
+    assert states(study).count(COMPLETE) >= 3
+    (bar,) = made
+    assert bar.total == 3
+    assert bar.num_steps == states(study).count(COMPLETE)
+    assert bar.is_closed
+
+
+def test_progress_bar_of_proposals_is_optunas(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Bar] = []
+    monkeypatch.setattr("optuna.progress_bar.tqdm", functools.partial(Bar, made))
+    study = study_of(LARGE, SMALL)
+    study.optimize(objective, n_trials=2, pruner=make_pruner(), show_progress_bar=True, count="proposed")
+    (bar,) = made
+    assert (bar.total, bar.num_steps) == (2, 2)
+
+
+def test_notebook_shows_the_summary_of_a_study() -> None:
+    study = study_of(LARGE, SMALL, study_name="a < b")
+    study.optimize(objective, n_trials=2, pruner=make_pruner(), count="proposed")
+    page = study._repr_html_()
+    assert page.startswith("<table><caption>a &lt; b</caption>")
+    assert 'text-align: left">pruned before launch</th><td style="text-align: left">1 (peak memory 1)</td>' in page

@@ -28,6 +28,7 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
 )
+from perfguard.guard_time import GuardClock
 from perfguard.measure import CUT_SHORT, TOO_SLOW
 from perfguard.record import TrialRecord
 from perfguard.rejections import Search
@@ -442,6 +443,20 @@ def test_rejected_configurations_are_summarized(capsys: pytest.CaptureFixture[st
     assert summary.pruned_for == {"memory": 3}
     assert summary.saved_s == pytest.approx(2 * 12 * 0.01), "what runs out of memory at its start saves no hours"
     assert {(row.number, row.trial_id) for row in ledger.guard.log.records()} == {(None, None), (3, "a")}
+
+
+def test_guard_time_of_replaced_verdicts_is_summarized() -> None:
+    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
+    ledger, clock = search.ledger, GuardClock(lambda: 0.0)
+    ledger.guard.clock = clock
+    for _ in range(3):
+        clock.add(2.0)
+        ledger.judge({"width": 4096})
+        ledger.search.num_ended += 1  # so that it is judged again
+    summary = perfguard_ray.summarize(search)
+    assert summary.num_pruned == 1
+    assert summary.cost is not None
+    assert summary.cost.guard_s == 6.0
 
 
 def test_rejected_trial_that_runs_counts_as_launched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,11 +20,12 @@ from perfguard.devices import Device
 from perfguard.exceptions import BudgetWarning, ConfigurationError, TraceError, UnguardedTrialWarning, UntrainedDeviceWarning
 from perfguard.graph import OpGraph, trace
 from perfguard.guard import Guard
+from perfguard.guard_time import GuardClock
 from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
 from perfguard.risk_budget import MOST_DOUBTFUL
-from perfguard.verdict import Verdict
+from perfguard.verdict import ALIKE, Verdict
 from perfguard.workload import CapturedTrial, Workload
 from tests.doubles import TOY_GPU
 
@@ -381,3 +382,69 @@ def test_real_steps_of_hundreds_of_structures_are_bounded() -> None:
     assert len(guard._real_steps) == 1024
     assert not [found for _, found in guard._real_steps.newest_first() if found.graph is not None]
     assert guard.wants_real_step(trials[0])
+
+
+def test_guard_time_is_kept_with_verdicts_and_reported_when_it_is_too_much(
+    own_log: MeasurementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("perfguard.guard.log_once", lambda topic, message: said.append(message))
+    oracle = Oracle(memory=GIB)
+    guard = Guard(DEVICE, predictor=oracle, log=own_log, risk=0)
+    said.clear()
+    guard.clock = GuardClock(lambda: 0.0)
+    for _ in range(8):
+        guard.clock.add(2.0)  # of a dry run
+        decision = guard.decide(WORKLOAD, study="short")
+        assert decision.verdict.guard_s == 2.0
+        assert not said
+        guard.learn(decision, replace(MEASUREMENT, peak_memory_bytes=GIB, total_time_s=3.0))
+    assert [record.guard_s for record in own_log.records()] == [2.0] * 8
+    (message,) = said
+    assert "dry run" not in message, "these trials are described"
+    stands_in = guard.stand_ins("short")
+    assert stands_in is not None
+    assert stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100))
+    oracle.memory = 8 * GIB
+    assert not stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100)), "it fits, without room"
+    assert guard.stand_ins("another") is None
+    guard.strict = True
+    assert guard.stand_ins("short") is None
+    assert message.startswith(
+        "The guard costs the study 'short' more than it saves: 16.0 s, 40% of the study; it has saved nothing so far."
+    )
+
+
+def test_guard_that_saves_more_than_it_costs_is_silent(own_log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("perfguard.guard.log_once", lambda topic, message: said.append(message))
+    oracle = Oracle(memory=99 * GIB)
+    guard = Guard(DEVICE, predictor=oracle, log=own_log, risk=0)
+    said.clear()
+    guard.clock = GuardClock(lambda: 0.0)
+    for number in range(20):  # a trial that crashes loses the five seconds until its first step
+        guard.decide(replace(WORKLOAD, inputs=(3 + number, 8)), study="short")
+    oracle.memory = GIB
+    for _ in range(8):
+        guard.clock.add(2.0)
+        cost = replace(MEASUREMENT, peak_memory_bytes=GIB, total_time_s=3.0, first_step_s=5.0)
+        guard.learn(guard.decide(WORKLOAD, study="short"), cost)
+    assert not said
+
+
+def test_start_of_a_guard_is_its_time(own_log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(), log=own_log)
+    assert guard.clock.take() > 0
+    assert pickle.loads(pickle.dumps(guard)).clock.take() == 0, "another process did not wait for it"
+
+
+def test_nothing_is_learnt_of_a_trial_that_another_one_stands_in_for(own_log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(memory=GIB), log=own_log)
+    captured = CapturedTrial(guard.trace(WORKLOAD), steps=100, source=ALIKE)
+    assert not guard.wants_real_step(captured)
+    decision = guard.decide(captured, study="s")
+    assert (decision.verdict.action, decision.verdict.source) == ("launch", ALIKE)
+    guard.learn(decision, MEASUREMENT)
+    (record,) = own_log.records()
+    assert record.measured["memory"] == MEASUREMENT.peak_memory_bytes
+    assert own_log.observations(DEVICE) == []

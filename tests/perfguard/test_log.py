@@ -22,11 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfguard import Estimate
-from perfguard.budget import Limit, Quantity
+from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
+from perfguard.quantities import Quantity
 from perfguard.verdict import Verdict
 from tests.perfguard.log_rows import (
     DEVICE,

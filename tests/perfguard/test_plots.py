@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError
 from perfguard.plots import outcome_of, plot_budget, plot_savings
+from perfguard.predictor import Estimate
 from perfguard.record import TrialRecord
+from perfguard.verdict import Verdict
 from tests.perfguard.test_record import GIB, record
 from tests.perfguard.test_summary import STUDY
 
@@ -39,6 +42,14 @@ def test_budget_shows_predicted_and_measured() -> None:
     assert max(layers["pruned before launch (3)"].x) < 4.0, "in the margin"
     assert "budget, 10 GiB" in layers
     assert "2 of 3 measured trials lie in their 90% interval" in figure.layout.title.text
+
+
+def test_host_memory_is_drawn_in_bytes() -> None:
+    estimate = Estimate(24 * GIB, 0.1)
+    verdict = Verdict(action="launch", predicted={"host_memory": estimate}, limits=(Limit("host_memory", 32 * GIB, estimate),))
+    figure = plot_budget([TrialRecord(number=0, verdict=verdict, status="ok")], quantity="host_memory")
+    assert figure.layout.yaxis.title.text == "predicted host memory (GiB)"
+    assert "budget, 32 GiB" in {trace.name for trace in figure.data}
 
 
 def test_savings_add_up() -> None:

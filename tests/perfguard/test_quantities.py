@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import (
+    SPECS,
+    Quantity,
     format_bytes,
     format_dollars,
     format_joules,
@@ -98,3 +100,13 @@ def test_bytes_that_were_written_are_read_back(num_bytes: float) -> None:
 @given(st.floats(1e-6, 1e8))
 def test_seconds_that_were_written_are_read_back(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=0.006)
+
+
+def test_each_quantity_has_a_row_and_its_scales_rise() -> None:
+    """Its facts stood in nine tables, and host memory was missing in one: it was drawn in hours."""
+    assert tuple(SPECS) == get_args(Quantity)
+    for spec in SPECS.values():
+        sizes = [size for _, size in spec.unit.scales]
+        assert sizes == sorted(sizes)
+        assert spec.unit.parse(spec.unit.format(1234.0)) == pytest.approx(1234.0, rel=0.01), "what is shown can be read"
+        assert spec.multiple_of is None or SPECS[spec.multiple_of].multiple_of is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from perfguard.record import TrialRecord
 from perfguard.summary import Errors, summarize
@@ -57,3 +58,46 @@ def test_nothing_is_an_empty_summary() -> None:
 def test_overruled_launch_counts_as_against_its_verdict() -> None:
     overruled = TrialRecord(number=0, verdict=replace(verdict(20.0), action="launch"), status="ok")
     assert summarize([overruled]).num_unguarded == 1
+
+
+def timed(name: str, guard_s: float, **fields: Any) -> TrialRecord:
+    made = record(name, **fields)
+    assert made.verdict is not None
+    return replace(made, verdict=replace(made.verdict, guard_s=guard_s))
+
+
+def test_guard_time_stands_beside_what_it_saved() -> None:
+    """A third of the demo's time went to dry runs and imports, and no line said so."""
+    study = [
+        timed("launched", 4.0, status="ok", measured={"time": 20.0}, first_step_s=3.0),
+        timed("launched", 1.0, status="failed", duration_s=6.0),  # by the tuner's clock, the guard's second in it
+        timed("pruned for memory", 0.5),
+        timed("pruned for time", 0.5),
+    ]
+    summary = summarize(study)
+    assert summary.launched_s == 25.0
+    assert summary.crash_s == 3.0
+    rows = dict(summary.rows())
+    assert rows["time of the guard"] == "6.00 s, 19% of the study; the pruned trials would have taken about 53.0 s (an estimate)"
+    assert rows["would have run out of memory at once"] == "1, each after about 3.00 s"
+    assert dict(summarize(study, more_guard_s=4.0).rows())["time of the guard"].startswith("10.0 s, 29% of the study")
+
+
+def test_trials_that_ran_out_of_memory_show_how_long_that_takes() -> None:
+    study = [
+        timed("launched", 1.0, status="oom", measured={"time": 7.0}, first_step_s=3.0),
+        timed("pruned for memory", 1.0),
+    ]
+    assert summarize(study).crash_s == 7.0
+    unknown = summarize(study[1:])
+    assert unknown.crash_s is None
+    assert unknown.cost is not None
+    assert unknown.cost.saved_s is None, "nothing has shown how long it takes to crash"
+    assert summarize([record("launched")]).cost is None, "a log of before has no time of the guard"
+
+
+def test_notebook_shows_the_table_and_names_as_text() -> None:
+    """The last line of a cell showed the dataclass."""
+    page = summarize([record("unguarded", status="ok")], title="<script>")._repr_html_()
+    assert "<caption>&lt;script&gt;</caption>" in page
+    assert ">trials launched</th>" in page

@@ -29,7 +29,7 @@ from perfguard import (
     trace,
 )
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning, PredictorError
-from perfguard.learning import Learner, assess, start_tuning, tune_weights
+from perfguard.learning import Learner, _why_forgetful, _why_not_better, assess, start_tuning, tune_weights
 from perfguard.workload import TensorSpec
 from tests.doubles import TOY_CPU as CPU
 from tests.doubles import ReplayPredictor
@@ -110,7 +110,8 @@ def test_better_weights_are_promoted_used_and_rolled_back(log: MeasurementStore)
     assert generation is not None
     assert generation.promoted
     assert generation.metrics["recent time after"] < 0.1 * generation.metrics["recent time before"]
-    assert str(generation).startswith("promoted, ")
+    assert str(generation).startswith("promoted; ")
+    assert generation.why_rejected == ""
     net = Tunable()
     learner = Learner(net, log)
     learner.update(CPU)
@@ -128,7 +129,32 @@ def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
     generation = tune_weights(log, predictor=Tunable)
     assert generation is not None
     assert not generation.promoted
+    assert str(generation).startswith("rejected: on the newest runs, the mean error fell by ")
     assert log.promoted("tunable-1") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"kept back memory": 0.12}, "on older runs that were kept back, the mean error of memory rose from 0.100 to 0.120"),
+        ({"recent time": 0.2, "recent memory": 0.2}, "on the newest runs, the mean error fell by 0.0000, and more than 0.0040"),
+    ],
+)
+def test_rejection_names_its_condition(changes: dict[str, float], why: str) -> None:
+    """`perfguard learn` printed "rejected" and eight numbers, and not which condition said no."""
+    before = {"recent memory": [0.2] * 8, "recent time": [0.2] * 8, "kept back memory": [0.1], "kept back time": [0.1]}
+    after = before | {"recent memory": [0.1] * 8} | {name: [error] * len(before[name]) for name, error in changes.items()}
+    found = _why_not_better(before, after)
+    assert found.startswith(why)
+    assert bool(found) is bool(why)
+
+
+def test_rejection_names_too_few_readings_and_what_is_forgotten() -> None:
+    few = {"recent memory": [0.2], "recent time": [0.2], "kept back memory": [], "kept back time": []}
+    assert _why_not_better(few, few) == "the newest runs have 2 readings to judge by, and 8 are needed"
+    assert _why_forgetful(0.01) == ""
+    assert _why_forgetful(0.034) == "on the reference data of the shipped weights, predictions moved by 3.4%, and 1% is accepted"
 
 
 def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:

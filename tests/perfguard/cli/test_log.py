@@ -73,8 +73,8 @@ def test_show_prune_and_export_select_alike(
     assert trials(capsys, *words) == expected
     assert run("export", tmp_path / "out.csv", *words) == 0
     assert f"{len(expected)} decisions" in capsys.readouterr().out
-    assert run("prune", *words) == 0
-    assert capsys.readouterr().out == f"{len(expected)} decisions removed\n"
+    assert run("prune", "--yes", *words) == 0
+    assert capsys.readouterr().out.endswith(f"{len(expected)} decisions removed\n")
     assert trials(capsys) == [trial for trial in range(4) if trial not in expected]
 
 
@@ -104,8 +104,8 @@ def test_device_alias_selects_every_variant(log: Path, capsys: pytest.CaptureFix
     assert trials(capsys, "--device", "a100-sxm-80gb:1g.10gb") == [12]
     assert run("forget", "--device", "a100", "--yes") == 0
     assert "1 measurements of 1 study" in capsys.readouterr().out
-    assert run("prune", "--device", "a100-pcie-40gb") == 0
-    assert capsys.readouterr().out == "1 decisions removed\n"
+    assert run("prune", "--device", "a100-pcie-40gb", "--yes") == 0
+    assert capsys.readouterr().out.endswith("\n1 decisions removed\n")
     assert trials(capsys, "--device", "a100") == [11, 12, 20]
 
 
@@ -154,6 +154,55 @@ def test_forget_asks_on_a_terminal(
         assert sum(bool(row.set_aside) for row in store.records()) == count
 
 
+@pytest.mark.parametrize(("answer", "count"), [("y", 3), ("", 0)])
+def test_prune_asks_on_a_terminal(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, count: int
+) -> None:
+    """It deleted without a question, and `forget`, which can be undone, asked."""
+    monkeypatch.setattr("sys.stdin", Terminal(answer + "\n"))
+    assert run("prune", "--study", "s[1]") == (0 if count else 1)
+    out = capsys.readouterr().out
+    assert "3 decisions of 1 study on toy" in out
+    assert "There is no way back" in out
+    assert len(trials(capsys)) == 4 - count
+
+
+def test_prune_without_terminal_deletes_nothing(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert run("prune", "--study", "s[1]") == 1
+    assert "Nothing was changed: add --yes" in capsys.readouterr().err
+    assert len(trials(capsys)) == 4
+
+
+@pytest.mark.parametrize("verb", [["show"], ["show", "--json"], ["export", "out.csv"], ["forget", "--yes"], ["prune", "--yes"]])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--study", "s[2]"], "The log has no study 's[2]' (did you mean 's[1]'?). It has 'other', 's[1]'."),
+        (["--device", "a100"], "The log has no device 'a100'. It has 'toy'."),
+        (["--host", "node-8"], "The log has no host 'node-8' (did you mean 'node-7'?). It has "),
+    ],
+)
+def test_name_that_the_log_does_not_have_is_an_error(
+    log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: list[str],
+    words: list[str],
+    message: str,
+) -> None:
+    """An empty table and the status 0 looked like an answer."""
+    monkeypatch.chdir(tmp_path)
+    assert run(*verb, *words) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error
+    assert not (tmp_path / "out.csv").exists()
+
+
 class Terminal(io.StringIO):
     """Somebody who types."""
 
@@ -183,7 +232,7 @@ def test_forget_without_terminal_changes_nothing(
         (["show", "--since", "1h", "--before", "2h"], "since must be earlier than before"),
         (["forget"], "Say which measurements to forget"),
         (["forget", "--undo", "--yes"], "Say which measurements to forget"),
-        (["forget", "--study", "nothing", "--yes"], "No measurement that is in use matches"),
+        (["forget", "--study", "other", "--yes"], "No measurement that is in use matches"),
     ],
 )
 def test_what_cannot_be_done_is_said(
