@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from perfguard.capture import stage
 from perfguard.capture.fastai_learner import begun_anew
+from perfguard.capture.few_samples import ReadOnce
 from perfguard.capture.host import NO_LENGTH
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
@@ -47,6 +48,8 @@ class _Pass:
     has_ended: bool = False
     is_for: bool = False
     """Whether a `for` asks for its batches, so that its end ends the loop, be it beside others in a `zip`."""
+    repeats: bool = False
+    """Whether it is one over a stream that repeats itself, so it has no end of its own."""
     loop: CutLoop = field(default_factory=CutLoop)
 
 
@@ -119,6 +122,8 @@ class Loaders:
         """Evaluations that were cut short, and the first epoch."""
         self._num_longest = 0
         """Steps that are made so."""
+        self.make_batch: Callable[[Callable[[Any], Any], Sequence[Any]], Any] = lambda collate, samples: collate(samples)
+        """``make_batch(collate, samples)`` returns a batch."""
         self._longest_batches: list[Any] | None = None
         """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
@@ -195,6 +200,14 @@ class Loaders:
                 raise StopIteration
         return None
 
+    def is_set_up(self, loader: Any) -> bool:
+        """Whether a loop over ``loader`` is none of a model: it has two batches, and no model has computed yet."""
+        return self._allowance is None and self._passes[loader].num_batches >= 2
+
+    def note_repeated(self, loader: Any) -> None:
+        """Note that ``loader`` is a stream that repeats itself, so that nothing but a cut ends its loop."""
+        self._passes[loader].repeats = True
+
     def _note_loop(self, loader: Any, latest: _Pass) -> None:
         loop = latest.loop
         loop.trains = latest.feeds
@@ -205,7 +218,7 @@ class Loaders:
 
     def _longest_batch(self, loader: Any) -> Any:
         if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
-            self.longest, batches = longest_batches(loader)
+            self.longest, batches = longest_batches(loader, self.make_batch)
             self._num_longest = len(batches)
             self._longest_batches = [batch for batch in batches for _ in range(self._batches_per_step)]
         return self._longest_batches.pop() if self._longest_batches else None
@@ -220,7 +233,7 @@ class Loaders:
             return False
         if self._num_epochs > 1:
             return latest.num_batches >= self._batches_per_step
-        self._was_cut |= not self.may_spare
+        self._was_cut |= latest.repeats or not self.may_spare
         return self._was_cut
 
     def begin_forward(self, *, is_first: bool, evaluates: bool) -> None:
@@ -355,35 +368,43 @@ def samples_in_batch(loader: Any) -> int | None:
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
-def longest_batches(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, list[Any]]:
+def longest_batches(
+    loader: Any,
+    make_batch: Callable[[Callable[[Any], Any], Sequence[Any]], Any],
+    *,
+    most_samples: int = 1000,
+    most_seconds: float = 2.0,
+) -> tuple[str, list[Any]]:
     """Return the longest batches that ``loader`` can make, with their name. ("", []): all samples are alike, or cannot be seen.
 
     The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set. If it does not pad, their
     lengths add up, and the largest hardly ever meet. Then it gets the largest of as many random batches as three epochs have.
     Where a sampler makes batches of different numbers of samples, these are looked through.
     """
-    data, size = loader.dataset, samples_in_batch(loader)
+    size = samples_in_batch(loader)
+    data = loader.dataset
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return "", []
     ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
     sizes: dict[int, int] = {}
+    read = ReadOnce(data)
     with _disable_current_modes():
         if size is None:
             return _longest_of_sampler(loader, most_samples, ends_at)
         for index in range(0, len(data), max(1, len(data) // number)):
-            sizes[index] = _size_of(data[index])
+            sizes[index] = _size_of(read[index])
             if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
                 break
         if len(set(sizes.values())) < 2:
             return "", []
         largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
         chosen = [*itertools.islice(itertools.cycle(largest), size)]
-        mixed, equal = (_size_of(loader.collate_fn([data[largest[0]], data[other]])) for other in (largest[-1], largest[0]))
+        mixed, equal = (_size_of(loader.collate_fn([read[largest[0]], read[other]])) for other in (largest[-1], largest[0]))
         if mixed < equal:
             draw, number = random.Random(0), min(10_000, 3 * max(1, len(data) // size))
             drawn = (draw.choices(largest, k=size) for _ in range(number))
             chosen = max(drawn, key=lambda batch: sum(sizes[index] for index in batch))
-        return f"the longest batch of {len(sizes)} samples", [loader.collate_fn([data[index] for index in chosen])]
+        return f"the longest batch of {len(sizes)} samples", [make_batch(loader.collate_fn, [read[index] for index in chosen])]
 
 
 def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, list[Any]]:
@@ -391,10 +412,14 @@ def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, li
 
     One has the most numbers when padded. One has the most numbers times the length, as attention that is written out.
     """
-    data, batches = loader.dataset, [*itertools.islice(() if loader.batch_sampler is None else loader.batch_sampler, 10_000)]
+    data = loader.dataset
+    batches = [*itertools.islice(() if loader.batch_sampler is None else loader.batch_sampler, 10_000)]
+    spread = batches[:: max(1, len(batches) // 16)]
+    sizes = {_size_of(data[index]) for indices in spread[:16] for index in indices[:1]}
+    are_alike = len(spread) >= 16 and len(sizes) == 1
     found: list[tuple[int, int, Any]] = []
     for indices in batches[:: max(1, len(batches) // most)]:
-        longest = max(_size_of(data[index]) for index in indices)
+        longest = max(sizes if are_alike else (_size_of(data[index]) for index in indices))
         found.append((len(indices) * longest, longest, indices))
         if time.monotonic() > ends_at:
             break

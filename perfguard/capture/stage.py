@@ -33,8 +33,10 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.capture.blanks import Blanks, on_meta, written_by, zeros_on_host
+from perfguard.capture.collated import Batches
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.fastai_learner import follow_fastai
+from perfguard.capture.few_samples import FewSamples
 from perfguard.capture.host import HostUse
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.trainers import follow_trainers
@@ -178,6 +180,12 @@ class HostTensors(TorchDispatchMode):
         for tensor in filled:
             self._keep_blank(tensor)
         return out
+
+    def blank(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host without data in the shape and layout of one on meta."""
+        made = self.blanks.make(like)
+        self._keep_blank(made)
+        return made
 
     def _keep_blank(self, tensor: torch.Tensor) -> None:
         self.use.keep(tensor)
@@ -450,7 +458,10 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         replace(nn.Module, "_apply", lambda own: _staying_on_meta(own, host))
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
             replace(owner, "__init__", lambda own: _following(own, follow_libraries))
-        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
+        batches = Batches(host.blank)
+        loaders.make_batch = batches.make
+        few = FewSamples(loaders, batches, host.use.note_held)
+        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load, few.follow))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host.use))
         replace(RandomSampler, "__iter__", _drawing_of_many)
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
@@ -554,11 +565,12 @@ def _following(own: Any, follow: Callable[[], object]) -> Any:
     return __init__
 
 
-def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
+def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any], follow: Callable[[Any, Any], object]) -> Any:
     def __iter__(self: Any) -> Any:
         loaded(self, "begins")
         iterator = _read_alone(self)
         iterator._loader = self
+        follow(self, iterator)
         return iterator
 
     return __iter__
