@@ -10,6 +10,7 @@ A sample that takes long to read is the same work for a dry run as for a trial, 
 A data set that is quick is thus read as in a trial: its labels and lengths are those of the batch. A loop over a loader before
 any model has computed works out something of the data, such as the number of classes, so it gets all of them from its third batch
 on. A stream has an end that only reading finds, so its samples are read for a second, and then repeated until its loop is cut.
+Where a loop is only counted (`replay.py`), a batch is given again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import functools
 import time
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -109,11 +110,17 @@ def _look_at_parts(kind: str, names: Any, parts: Sequence[Any], depth: int) -> S
 
 def copied(sample: Any) -> Any:
     """Return a copy of a sample that shares nothing with it. A tensor's copy has its own bytes, and not all of its storage."""
-    seen = look_at(sample)
     memo: dict[int, Any] = {}
-    for tensor in () if seen is None else seen.tensors:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    for tensor in _tensors_of(sample):
+        with torch._C.DisableTorchFunction() if type(tensor) is torch.Tensor else nullcontext():
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copy.deepcopy(sample, memo)
+
+
+def _tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
+    with torch._C.DisableTorchFunction():  # the modes of a dry run cost more than what is asked here
+        seen = look_at(value)
+    return () if seen is None else seen.tensors
 
 
 class Samples:
@@ -131,6 +138,7 @@ class Samples:
         self._kept_bytes = 0
         self._held_bytes = 0
         """Bytes of what is kept that a trial holds in each sample, and not in its data set."""
+        self._batches: dict[Hashable, Any] = {}
         self._form: Any = None
         self._num_read = 0
         self._spent_s = 0.0
@@ -173,7 +181,8 @@ class Samples:
 
     def _keep(self, sample: Any) -> bool:
         """Keep a sample, if there is room for it. Return whether it can be given again."""
-        seen = look_at(sample)
+        with torch._C.DisableTorchFunction():
+            seen = look_at(sample)
         if seen is None or seen.is_on_device:
             return False
         self._form = seen.form if self._form is None else self._form
@@ -188,6 +197,22 @@ class Samples:
         views = (tensor for tensor in seen.tensors if tensor.untyped_storage().nbytes() > tensor.nbytes)
         self._held_bytes += seen.num_bytes - sum(tensor.nbytes for tensor in views)
         return True
+
+    def note_batch(self, key: Hashable, batch: Any, *, most: int = 4) -> None:
+        """Keep a batch, if its samples can be given again and none of it is on the device."""
+        if not self._kept or len(self._batches) >= most:
+            return
+        with torch._C.DisableTorchFunction():
+            seen = look_at(batch)
+        if seen is not None and not seen.is_on_device:
+            self._batches[key] = batch
+
+    def batch_again(self, key: Hashable) -> Any:
+        """Return a batch that was kept, in containers of its own. None: none was."""
+        batch = self._batches.get(key)
+        if batch is None:
+            return None
+        return copy.deepcopy(batch, {id(tensor): tensor for tensor in _tensors_of(batch)})
 
     def again(self, number: int) -> Any:
         """Return a sample that was read, in the place of sample ``number``. It is not to be changed."""
@@ -211,7 +236,8 @@ class ReadOnce:
         if index in self._kept:
             return copied(self._kept[index])  # who gets it may change it
         sample = self._dataset[index]
-        seen = look_at(sample)
+        with torch._C.DisableTorchFunction():
+            seen = look_at(sample)
         if seen is not None and not seen.is_on_device and seen.num_bytes <= self._bytes_left:
             with suppress(Exception):  # what cannot be copied is read again
                 self._kept[index] = copied(sample)
@@ -221,6 +247,9 @@ class ReadOnce:
 
 class Loops(Protocol):
     """Knows where the loops over loaders stand."""
+
+    is_replayed: bool
+    """Whether the loops are only counted, so what a batch holds does not matter."""
 
     def is_set_up(self, loader: Any) -> bool:
         """Whether a loop over ``loader`` is none of a model."""
@@ -253,6 +282,11 @@ class FewSamples:
         self._budget = Budget() if budget is None else budget
         self._of: weakref.WeakKeyDictionary[Any, Samples] = weakref.WeakKeyDictionary()
         """By the data set, or by the loader of one that cannot be a key, such as a list."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether loops are only counted."""
+        return self._loops.is_replayed
 
     def follow(self, loader: Any, iterator: Any) -> None:
         """Let an ``iterator`` over ``loader``, which reads in this process, make its batches of few samples."""
@@ -308,6 +342,16 @@ class _ByNumber(_Fetcher):
         """Return the batch of the samples at ``indices``."""
         if not isinstance(indices, (list, tuple)):
             return self._fetcher.fetch(indices)
+        key = id(self._fetcher.collate_fn), len(indices)
+        if not self._few.replays:
+            return self._made(indices)
+        batch = self._samples.batch_again(key)
+        if batch is None:
+            batch = self._made(indices)
+            self._samples.note_batch(key, batch)
+        return batch
+
+    def _made(self, indices: Sequence[Any]) -> Any:
         if _many_at_once(self._fetcher.dataset):
             return self._fetch_at_once(indices)
         reads_all = self._few.must_read_all(self._loader, self._samples)

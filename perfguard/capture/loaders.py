@@ -50,7 +50,14 @@ class _Pass:
     """Whether a `for` asks for its batches, so that its end ends the loop, be it beside others in a `zip`."""
     repeats: bool = False
     """Whether it is one over a stream that repeats itself, so it has no end of its own."""
+    iterator: weakref.ref[Any] | None = None
+    """What gives its batches. None: it is not known."""
     loop: CutLoop = field(default_factory=CutLoop)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nothing can ask for its next batch: it was a look at the data, as `next(iter(loader))`."""
+        return self.iterator is not None and self.iterator() is None
 
 
 class Allowance:
@@ -86,6 +93,8 @@ class Loaders:
         """None: that has not begun."""
         self.must_spare = False
         """Whether nothing may be cut yet: an optimizer that was made has not stepped."""
+        self.is_replayed = False
+        """Whether the loops are only counted."""
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         """The latest pass over each loader. The id of one that is gone may be that of the next."""
         self._giving: list[Any] = []
@@ -200,6 +209,10 @@ class Loaders:
                 raise StopIteration
         return None
 
+    def begin(self, loader: Any, iterator: Any) -> None:
+        """Note the ``iterator`` of a pass over ``loader`` that has begun."""
+        self._passes[loader].iterator = weakref.ref(iterator)
+
     def is_set_up(self, loader: Any) -> bool:
         """Whether a loop over ``loader`` is none of a model: it has two batches, and no model has computed yet."""
         return self._allowance is None and self._passes[loader].num_batches >= 2
@@ -245,6 +258,11 @@ class Loaders:
             for loader in self._giving:
                 self._passes[loader].evaluates = True
 
+    @property
+    def evaluated_data(self) -> tuple[tuple[str, int | None], ...]:
+        """Kind and length of the data of the loaders that have given a batch since the last step."""
+        return tuple((type(loader.dataset).__name__, _length_of(loader)) for loader in self._giving)
+
     def begin_anew(self) -> None:
         """Forget the steps so far: another optimizer belongs to a step."""
         self._used = []
@@ -257,13 +275,19 @@ class Loaders:
             self._stated_steps.append((trainer, math.inf if number is None else number))
 
     def end_step(self, num_steps: int) -> None:
-        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop.
+        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop. One
+        whose iterator is gone was looked at, and feeds none.
 
         Where that one has ended and the steps go on with another that was beside it, the loop is the other's: `zip(cycle(a), b)`.
         """
         self._num_steps = num_steps
         passes, trainer = self._passes, self._trainer
-        likely = sorted(self._giving, key=lambda each: (each is not trainer, not passes[each].feeds, passes[each].evaluates))
+
+        def rank(loader: Any) -> tuple[bool, ...]:
+            latest = passes[loader]
+            return loader is not trainer, not latest.feeds, latest.evaluates, latest.is_left
+
+        likely = sorted(self._giving, key=rank)
         if likely and likely[0] in self._beside and passes[trainer].has_ended:
             self._trainer, passes[likely[0]].feeds = likely[0], True
         loader = likely[0] if likely else trainer
@@ -439,6 +463,13 @@ def _size_of(sample: Any) -> int:
     if isinstance(sample, str):
         return len(sample)
     return sum(map(_size_of, sample)) if isinstance(sample, (tuple, list)) else 1
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except NO_LENGTH:
+        return None
 
 
 def _are_alike(one: Any, other: Any) -> bool:

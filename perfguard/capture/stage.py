@@ -39,6 +39,7 @@ from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.few_samples import FewSamples
 from perfguard.capture.host import HostUse
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
+from perfguard.capture.replay import Replay
 from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -289,10 +290,12 @@ class Placement(TorchFunctionMode):
         device: the guarded device.
         recorder: learns when a backward pass runs.
         host: knows the values of what was copied to the device.
+        replay: says which backward passes are left out.
     """
 
-    def __init__(self, device: Device, recorder: Recorder, host: HostTensors) -> None:
+    def __init__(self, device: Device, recorder: Recorder, host: HostTensors, replay: Replay) -> None:
         super().__init__()
+        self._replay = replay
         self._recorder = recorder
         self._host = host
         self._is_cpu = device.kind == "cpu"
@@ -309,6 +312,8 @@ class Placement(TorchFunctionMode):
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
+        if func in _BACKWARD and self._replay.skips:
+            return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
         if func in _BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
                 return _BACKWARD[func](*args, **kwargs)
@@ -461,7 +466,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         batches = Batches(host.blank)
         loaders.make_batch = batches.make
         few = FewSamples(loaders, batches, host.use.note_held)
-        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load, few.follow))
+        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders, few.follow))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host.use))
         replace(RandomSampler, "__iter__", _drawing_of_many)
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
@@ -565,11 +570,12 @@ def _following(own: Any, follow: Callable[[], object]) -> Any:
     return __init__
 
 
-def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any], follow: Callable[[Any, Any], object]) -> Any:
+def _single_process_iterator(loaders: Loaders, follow: Callable[[Any, Any], object]) -> Any:
     def __iter__(self: Any) -> Any:
-        loaded(self, "begins")
+        loaders.load(self, "begins")
         iterator = _read_alone(self)
         iterator._loader = self
+        loaders.begin(self, iterator)
         follow(self, iterator)
         return iterator
 

@@ -112,6 +112,18 @@ def test_each_sample_is_read_once_while_there_is_room() -> None:
     assert read == [0, 1, 2, 2]
 
 
+def test_a_batch_that_is_given_again_has_containers_of_its_own() -> None:
+    samples, _ = samples_of(0.01, lambda number: torch.zeros(3))
+    samples.note_batch("key", {"x": torch.zeros(2, 3), "names": ["a"]})
+    batch = samples.batch_again("key")
+    batch.pop("x")
+    batch["names"].clear()
+    assert samples.batch_again("key")["names"] == ["a"]
+    assert samples.batch_again("other") is None
+    samples.note_batch("other", torch.zeros(3, device="meta"))
+    assert samples.batch_again("other") is None
+
+
 # --- In a dry run ---------------------------------------------------------------------------------------------------------------
 
 
