@@ -142,6 +142,11 @@ class Loaders:
         return self._allowance is None or not self._allowance.is_spent
 
     @property
+    def spares(self) -> bool:
+        """Whether batches that show nothing new are given for a while."""
+        return self._seconds_spared > 0
+
+    @property
     def feed_steps(self) -> bool:
         """Whether the batches of the steps come from a loader."""
         return self._trainer is not None

@@ -56,6 +56,8 @@ class Replay:
 
     def __init__(self, *, most_kept: int = 64) -> None:
         self._most_kept = most_kept
+        self.follow: Callable[[], object] = lambda: None
+        """Lets the calls of models come here."""
         self._is_on = False
         self._is_whole = False
         """Whether this step runs as it is."""
@@ -76,6 +78,11 @@ class Replay:
     def skips(self) -> bool:
         """Whether what would run now is left out."""
         return self._is_on and not self._is_whole
+
+    def follow_calls(self) -> None:
+        """Let the calls of models come here, from the first time on that this is asked for."""
+        self.follow()
+        self.follow = lambda: None
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replay from now on, after a step of these ``optimizers``."""

@@ -145,7 +145,6 @@ class Watch:
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
         self._most_seconds = most_seconds
-        self._spares = spares
         self._allowance: Allowance | None = None
         """For the steps after the third, and again for those that are replayed. None: these have not begun."""
         self.unseen = ""
@@ -193,7 +192,8 @@ class Watch:
         stack.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
         stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        replace = self._replace = replacing(stack)
+        replace = replacing(stack)
+        self._replay.follow = functools.partial(replace, nn.Module, "__call__", self._calling)
         stack.callback(self._replay.end)
         replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
         replace(nn.Module, "zero_grad", self._as_optimizer)
@@ -358,7 +358,7 @@ class Watch:
         return (optimizer, closed), kwargs
 
     def _begin_update(self, optimizer: Any) -> None:
-        if len(self.marks) >= 3:
+        if len(self.marks) >= 2:
             self._replay.note_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
         self._recorder.mark_gradients(self._named_parameters())
         self._recorder.phase = Phase.OPTIMIZER
@@ -387,8 +387,8 @@ class Watch:
         if len(self.marks) < 3:
             self._stops.note_step()
         self.marks.append(len(self._recorder.ops))
-        if len(self.marks) >= 3 and not hasattr(nn.Module.__call__, "__wrapped__"):
-            self._replace(nn.Module, "__call__", self._calling)
+        if len(self.marks) >= 2:
+            self._replay.follow_calls()
         self._copies.append(self.host.num_copies)
         self._batches.append(len(self.host.batches))
         not_stepped = set(self._numbers.values()) - self._stepped.keys()
@@ -409,9 +409,9 @@ class Watch:
         self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
 
     def _begin_replay_or_end(self, *, is_fed: bool) -> None:
-        """Replay the loop, if it can be, as soon as the first five steps were seen. One that no loader feeds ends otherwise."""
-        can_replay = (is_fed or self._spares) and self._can_replay()
-        if can_replay and len(self.marks) >= 5:
+        """Replay the loop, if it can be, once its first steps were seen. One that no loader feeds ends otherwise."""
+        can_replay = (is_fed or self.loaders.spares) and self._can_replay()
+        if can_replay and len(self.marks) >= (5 if is_fed else 3):
             self._allowance = Allowance(self._most_seconds)
             self.loaders.is_replayed = True
             self._replay.begin(optimizer for optimizer, number in self._numbers.items() if number in self._stepped)
