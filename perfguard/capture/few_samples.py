@@ -9,8 +9,9 @@ A sample that takes long to read is the same work for a dry run as for a trial, 
 
 A data set that is quick is thus read as in a trial: its labels and lengths are those of the batch. A loop over a loader before
 any model has computed works out something of the data, such as the number of classes, so it gets all of them from its third batch
-on. A stream has an end that only reading finds, so its samples are read for a second, and then repeated until its loop is cut.
-Where a loop is only counted (`replay.py`), a batch is given again.
+on. The first sample of each pass is looked at, because a data set may be changed between epochs. A stream has an end that only
+reading finds, so its samples are read for a second, and then repeated until its loop is cut. Where a loop is only counted
+(`replay.py`), a batch is given again.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ class Samples:
         self._form: Any = None
         self._num_read = 0
         self._spent_s = 0.0
+        self._looked_s = 0.0
         self.differ = False
         """Whether two of the first samples differ in shape."""
         self._cannot_repeat = False
@@ -197,6 +199,22 @@ class Samples:
         views = (tensor for tensor in seen.tensors if tensor.untyped_storage().nbytes() > tensor.nbytes)
         self._held_bytes += seen.num_bytes - sum(tensor.nbytes for tensor in views)
         return True
+
+    def look_again(self, get: Callable[[], Sequence[Any]]) -> None:
+        """Forget what was read, if the sample that ``get`` reads has another shape than all before: its data set was changed."""
+        if not self._kept or self.differ or self._looked_s > self.budget.most_s:
+            return
+        began = self._clock()
+        (sample,) = get()
+        self._looked_s += self._clock() - began
+        with torch._C.DisableTorchFunction():
+            seen = look_at(sample)
+        if seen is None or seen.form != self._form:
+            self._kept.clear()
+            self._batches.clear()
+            self._form = None
+            self._num_read = self._kept_bytes = self._held_bytes = 0
+            self._spent_s = 0.0
 
     def note_batch(self, key: Hashable, batch: Any, *, most: int = 4) -> None:
         """Keep a batch, if its samples can be given again and none of it is on the device."""
@@ -338,11 +356,20 @@ class _Fetcher:
 class _ByNumber(_Fetcher):
     """Reads a data set by the numbers of its samples."""
 
+    def __init__(self, few: FewSamples, loader: Any, fetcher: Any) -> None:
+        super().__init__(few, loader, fetcher)
+        self._is_first = True
+        """Whether no batch of this pass was made."""
+
     def fetch(self, indices: Any) -> Any:
         """Return the batch of the samples at ``indices``."""
         if not isinstance(indices, (list, tuple)):
             return self._fetcher.fetch(indices)
         key = id(self._fetcher.collate_fn), len(indices)
+        is_given_again = self._few.replays or not self._samples.must_read()
+        if self._is_first and is_given_again and not _many_at_once(self._fetcher.dataset):
+            self._samples.look_again(functools.partial(self._read_one, indices[0]))
+        self._is_first = False
         if not self._few.replays:
             return self._made(indices)
         batch = self._samples.batch_again(key)

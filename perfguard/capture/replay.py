@@ -11,6 +11,7 @@ rest of the loop runs as it always does, and so do loops whose backward passes h
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -64,8 +65,9 @@ class Replay:
         self._outputs: dict[Key, tuple[weakref.ref[nn.Module], Any]] = {}
         self._put_off: list[Callable[[], object]] = []
         """The latest `zero_grad`."""
-        self._gradients: list[weakref.ref[torch.Tensor]] = []
-        """Parameters that have gradients in a step."""
+        self._gradients: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[torch.Tensor]]]
+        self._gradients = weakref.WeakKeyDictionary()
+        """Parameters of each optimizer that have gradients in its steps."""
         self._steps: list[tuple[weakref.ref[torch.optim.Optimizer], Any]] = []
         """Optimizers whose steps are left out, and what they had in the place of their own ``step``."""
 
@@ -98,11 +100,12 @@ class Replay:
 
     def remember(self, key: Key | None, module: nn.Module, output: Any) -> None:
         """Remember what a forward pass has returned, if it consists of tensors of the device."""
+        if key is None or (key in self._outputs and self._outputs[key][0]() is module):
+            return
         leaves = tree_leaves(output)
         are_plain = all(isinstance(leaf, _PLAIN) or (type(leaf) is torch.Tensor and leaf.is_meta) for leaf in leaves)
-        if key is None or not are_plain or (key not in self._outputs and len(self._outputs) >= self._most_kept):
-            return
-        self._outputs[key] = weakref.ref(module), tree_map_only(torch.Tensor, _twin_of, output)
+        if are_plain and (key in self._outputs or len(self._outputs) < self._most_kept):
+            self._outputs[key] = weakref.ref(module), tree_map_only(torch.Tensor, _twin_of, output)
 
     def output_of(self, key: Key | None, module: nn.Module) -> tuple[Any] | None:
         """Return anew what the forward pass has returned before. None: it is to run, and its step too, if it has gradients."""
@@ -120,9 +123,10 @@ class Replay:
         """Note a `zero_grad` that a step which runs as it is begins with."""
         self._put_off = [zero_grad]
 
-    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note which ``parameters`` have gradients in a step that runs as it is."""
-        self._gradients = [weakref.ref(parameter) for parameter in parameters if parameter.grad is not None]
+    def note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which parameters of an ``optimizer`` have gradients in a step that runs as it is."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._gradients[optimizer] = [weakref.ref(parameter) for parameter in parameters if parameter.grad is not None]
 
     def backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, returns: bool) -> Any:
         """Return gradients of inputs, if a backward pass ``returns`` them. Otherwise parameters have theirs after it."""
@@ -132,7 +136,7 @@ class Replay:
                 makes_graph = bool(kwargs.get("create_graph"))
                 inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
                 return tuple(empty_twin(each).requires_grad_(makes_graph) for each in inputs)
-            for reference in self._gradients:
+            for reference in itertools.chain(*self._gradients.values()):
                 parameter = reference()
                 if parameter is not None and parameter.grad is None:
                     parameter.grad = empty_twin(parameter)

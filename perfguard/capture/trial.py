@@ -359,7 +359,7 @@ class Watch:
 
     def _begin_update(self, optimizer: Any) -> None:
         if len(self.marks) >= 2:
-            self._replay.note_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._replay.note_gradients(optimizer)
         self._recorder.mark_gradients(self._named_parameters())
         self._recorder.phase = Phase.OPTIMIZER
 

@@ -112,6 +112,15 @@ def test_each_sample_is_read_once_while_there_is_room() -> None:
     assert read == [0, 1, 2, 2]
 
 
+def test_samples_are_read_anew_where_their_data_set_was_changed() -> None:
+    samples, _ = samples_of(0.01, lambda number: torch.zeros(3))
+    samples.look_again(lambda: [torch.zeros(3)])
+    assert not samples.must_read()
+    samples.look_again(lambda: [torch.zeros(4)])
+    assert samples.must_read()
+    assert not samples.has_any
+
+
 def test_a_batch_that_is_given_again_has_containers_of_its_own() -> None:
     samples, _ = samples_of(0.01, lambda number: torch.zeros(3))
     samples.note_batch("key", {"x": torch.zeros(2, 3), "names": ["a"]})
@@ -213,7 +222,9 @@ def test_a_slow_data_set_shows_what_a_quick_one_does(kind: str) -> None:
         quick.samples_per_step,
     )
     assert slow.phases.keys() == quick.phases.keys()
-    assert data.num_read <= (102 if "stream" in kind else 48)  # of which 16 are looked at for the longest
+    assert data.num_read <= (
+        102 if "stream" in kind else 50
+    )  # of which 16 are looked at for the longest, and one in each later epoch
 
 
 def test_samples_that_are_read_together_are_given_again_together() -> None:
@@ -227,6 +238,31 @@ def test_a_stream_without_an_end_of_its_own_repeats_itself_until_it_is_cut() -> 
     found = trained(DataLoader(Stream(data, has_length=False), 48))
     assert found.samples_per_step == 48
     assert data.num_read <= 102
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_images_that_grow_between_epochs_are_seen(seconds: float) -> None:
+    class Growing(Images):
+        size = 8
+
+        def __getitem__(self, index: int) -> Any:
+            _, label = super().__getitem__(index)
+            return torch.zeros(3, self.size, self.size), label
+
+    def objective() -> None:
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        data = Growing(seconds=seconds)
+        for epoch in range(12):
+            data.size = 64 if epoch == 9 else 8
+            for x, y in DataLoader(data, 48):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+                optimizer.step()
+
+    found = capture(objective, resolve_device("a100"))
+    assert "a later step" in found.phases
+    assert found.steps == 12 * 9
 
 
 def test_a_loop_that_works_out_something_of_the_data_gets_all_of_them() -> None:

@@ -118,6 +118,18 @@ def with_a_closure(model: nn.Module, epochs: int) -> None:
             assert optimizer.step(closure).detach().item() == 0.0
 
 
+def in_turns(model: nn.Module, epochs: int) -> None:
+    """Two optimizers, whose gradients are gone after each step, and read before it."""
+    optimizers = [torch.optim.SGD(part.parameters()) for part in (model.layers, model.head)]  # type: ignore[union-attr]
+    for _ in range(epochs):
+        for x, y in images():
+            loss_of(model, x, y).backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def adversarial(model: nn.Module, epochs: int) -> None:
     """Two optimizers, a gradient penalty, and changes in place of what a model returns."""
     generator = nn.Sequential(nn.Linear(5, 3 * 64), nn.Unflatten(1, (3, 8, 8))).cuda()
@@ -177,6 +189,7 @@ LOOPS = {
     "zeroed_after_the_step": Loop(zeroed_after_the_step, 5),
     "scaled": Loop(scaled),
     "with_a_closure": Loop(with_a_closure),
+    "in_turns": Loop(in_turns),
     "adversarial": Loop(adversarial),
     "with_a_test_at_the_end": Loop(with_a_test_at_the_end),
     "with_larger_images_later": Loop(with_larger_images_later),
