@@ -76,6 +76,10 @@ class HostUse:
         """Bytes of what is kept now."""
         return self._kept_bytes
 
+    def note_held(self, num_bytes: int) -> None:
+        """Note bytes that a trial holds for a moment, beside what is kept now, and a dry run does not."""
+        self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes + num_bytes)
+
     def _drop(self, num_bytes: int) -> None:
         self._kept_bytes -= num_bytes
 

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from perfguard.capture import stage
 from perfguard.capture.fastai_learner import begun_anew
+from perfguard.capture.few_samples import ReadOnce
 from perfguard.capture.host import NO_LENGTH
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
@@ -47,7 +48,16 @@ class _Pass:
     has_ended: bool = False
     is_for: bool = False
     """Whether a `for` asks for its batches, so that its end ends the loop, be it beside others in a `zip`."""
+    repeats: bool = False
+    """Whether it is one over a stream that repeats itself, so it has no end of its own."""
+    iterator: weakref.ref[Any] | None = None
+    """What gives its batches. None: it is not known."""
     loop: CutLoop = field(default_factory=CutLoop)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nothing can ask for its next batch: it was a look at the data, as `next(iter(loader))`."""
+        return self.iterator is not None and self.iterator() is None
 
 
 class Allowance:
@@ -83,6 +93,8 @@ class Loaders:
         """None: that has not begun."""
         self.must_spare = False
         """Whether nothing may be cut yet: an optimizer that was made has not stepped."""
+        self.is_replayed = False
+        """Whether the loops are only counted."""
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         """The latest pass over each loader. The id of one that is gone may be that of the next."""
         self._giving: list[Any] = []
@@ -119,6 +131,8 @@ class Loaders:
         """Evaluations that were cut short, and the first epoch."""
         self._num_longest = 0
         """Steps that are made so."""
+        self.make_batch: Callable[[Callable[[Any], Any], Sequence[Any]], Any] = lambda collate, samples: collate(samples)
+        """``make_batch(collate, samples)`` returns a batch."""
         self._longest_batches: list[Any] | None = None
         """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
@@ -126,6 +140,11 @@ class Loaders:
     def may_spare(self) -> bool:
         """Whether there is time for what shows nothing new."""
         return self._allowance is None or not self._allowance.is_spent
+
+    @property
+    def spares(self) -> bool:
+        """Whether batches that show nothing new are given for a while."""
+        return self._seconds_spared > 0
 
     @property
     def feed_steps(self) -> bool:
@@ -195,6 +214,18 @@ class Loaders:
                 raise StopIteration
         return None
 
+    def begin(self, loader: Any, iterator: Any) -> None:
+        """Note the ``iterator`` of a pass over ``loader`` that has begun."""
+        self._passes[loader].iterator = weakref.ref(iterator)
+
+    def is_set_up(self, loader: Any) -> bool:
+        """Whether a loop over ``loader`` is none of a model: it has two batches, and no model has computed yet."""
+        return self._allowance is None and self._passes[loader].num_batches >= 2
+
+    def note_repeated(self, loader: Any) -> None:
+        """Note that ``loader`` is a stream that repeats itself, so that nothing but a cut ends its loop."""
+        self._passes[loader].repeats = True
+
     def _note_loop(self, loader: Any, latest: _Pass) -> None:
         loop = latest.loop
         loop.trains = latest.feeds
@@ -205,7 +236,7 @@ class Loaders:
 
     def _longest_batch(self, loader: Any) -> Any:
         if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
-            self.longest, batches = longest_batches(loader)
+            self.longest, batches = longest_batches(loader, self.make_batch)
             self._num_longest = len(batches)
             self._longest_batches = [batch for batch in batches for _ in range(self._batches_per_step)]
         return self._longest_batches.pop() if self._longest_batches else None
@@ -220,7 +251,7 @@ class Loaders:
             return False
         if self._num_epochs > 1:
             return latest.num_batches >= self._batches_per_step
-        self._was_cut |= not self.may_spare
+        self._was_cut |= latest.repeats or not self.may_spare
         return self._was_cut
 
     def begin_forward(self, *, is_first: bool, evaluates: bool) -> None:
@@ -231,6 +262,11 @@ class Loaders:
         if evaluates:
             for loader in self._giving:
                 self._passes[loader].evaluates = True
+
+    @property
+    def evaluated_data(self) -> tuple[tuple[str, int | None], ...]:
+        """Kind and length of the data of the loaders that have given a batch since the last step."""
+        return tuple((type(loader.dataset).__name__, _length_of(loader)) for loader in self._giving)
 
     def begin_anew(self) -> None:
         """Forget the steps so far: another optimizer belongs to a step."""
@@ -244,13 +280,19 @@ class Loaders:
             self._stated_steps.append((trainer, math.inf if number is None else number))
 
     def end_step(self, num_steps: int) -> None:
-        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop.
+        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop. One
+        whose iterator is gone was looked at, and feeds none.
 
         Where that one has ended and the steps go on with another that was beside it, the loop is the other's: `zip(cycle(a), b)`.
         """
         self._num_steps = num_steps
         passes, trainer = self._passes, self._trainer
-        likely = sorted(self._giving, key=lambda each: (each is not trainer, not passes[each].feeds, passes[each].evaluates))
+
+        def rank(loader: Any) -> tuple[bool, ...]:
+            latest = passes[loader]
+            return loader is not trainer, not latest.feeds, latest.evaluates, latest.is_left
+
+        likely = sorted(self._giving, key=rank)
         if likely and likely[0] in self._beside and passes[trainer].has_ended:
             self._trainer, passes[likely[0]].feeds = likely[0], True
         loader = likely[0] if likely else trainer
@@ -355,35 +397,43 @@ def samples_in_batch(loader: Any) -> int | None:
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
-def longest_batches(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, list[Any]]:
+def longest_batches(
+    loader: Any,
+    make_batch: Callable[[Callable[[Any], Any], Sequence[Any]], Any],
+    *,
+    most_samples: int = 1000,
+    most_seconds: float = 2.0,
+) -> tuple[str, list[Any]]:
     """Return the longest batches that ``loader`` can make, with their name. ("", []): all samples are alike, or cannot be seen.
 
     The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set. If it does not pad, their
     lengths add up, and the largest hardly ever meet. Then it gets the largest of as many random batches as three epochs have.
     Where a sampler makes batches of different numbers of samples, these are looked through.
     """
-    data, size = loader.dataset, samples_in_batch(loader)
+    size = samples_in_batch(loader)
+    data = loader.dataset
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return "", []
     ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
     sizes: dict[int, int] = {}
+    read = ReadOnce(data)
     with _disable_current_modes():
         if size is None:
             return _longest_of_sampler(loader, most_samples, ends_at)
         for index in range(0, len(data), max(1, len(data) // number)):
-            sizes[index] = _size_of(data[index])
+            sizes[index] = _size_of(read[index])
             if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
                 break
         if len(set(sizes.values())) < 2:
             return "", []
         largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
         chosen = [*itertools.islice(itertools.cycle(largest), size)]
-        mixed, equal = (_size_of(loader.collate_fn([data[largest[0]], data[other]])) for other in (largest[-1], largest[0]))
+        mixed, equal = (_size_of(loader.collate_fn([read[largest[0]], read[other]])) for other in (largest[-1], largest[0]))
         if mixed < equal:
             draw, number = random.Random(0), min(10_000, 3 * max(1, len(data) // size))
             drawn = (draw.choices(largest, k=size) for _ in range(number))
             chosen = max(drawn, key=lambda batch: sum(sizes[index] for index in batch))
-        return f"the longest batch of {len(sizes)} samples", [loader.collate_fn([data[index] for index in chosen])]
+        return f"the longest batch of {len(sizes)} samples", [make_batch(loader.collate_fn, [read[index] for index in chosen])]
 
 
 def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, list[Any]]:
@@ -391,10 +441,14 @@ def _longest_of_sampler(loader: Any, most: int, ends_at: float) -> tuple[str, li
 
     One has the most numbers when padded. One has the most numbers times the length, as attention that is written out.
     """
-    data, batches = loader.dataset, [*itertools.islice(() if loader.batch_sampler is None else loader.batch_sampler, 10_000)]
+    data = loader.dataset
+    batches = [*itertools.islice(() if loader.batch_sampler is None else loader.batch_sampler, 10_000)]
+    spread = batches[:: max(1, len(batches) // 16)]
+    sizes = {_size_of(data[index]) for indices in spread[:16] for index in indices[:1]}
+    are_alike = len(spread) >= 16 and len(sizes) == 1
     found: list[tuple[int, int, Any]] = []
     for indices in batches[:: max(1, len(batches) // most)]:
-        longest = max(_size_of(data[index]) for index in indices)
+        longest = max(sizes if are_alike else (_size_of(data[index]) for index in indices))
         found.append((len(indices) * longest, longest, indices))
         if time.monotonic() > ends_at:
             break
@@ -414,6 +468,13 @@ def _size_of(sample: Any) -> int:
     if isinstance(sample, str):
         return len(sample)
     return sum(map(_size_of, sample)) if isinstance(sample, (tuple, list)) else 1
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except NO_LENGTH:
+        return None
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -33,10 +33,13 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from perfguard.capture.blanks import Blanks, on_meta, written_by, zeros_on_host
+from perfguard.capture.collated import Batches
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.fastai_learner import follow_fastai
+from perfguard.capture.few_samples import FewSamples
 from perfguard.capture.host import HostUse
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
+from perfguard.capture.replay import Replay
 from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -179,6 +182,12 @@ class HostTensors(TorchDispatchMode):
             self._keep_blank(tensor)
         return out
 
+    def blank(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host without data in the shape and layout of one on meta."""
+        made = self.blanks.make(like)
+        self._keep_blank(made)
+        return made
+
     def _keep_blank(self, tensor: torch.Tensor) -> None:
         self.use.keep(tensor)
         kept = self.use.kept_bytes
@@ -281,10 +290,12 @@ class Placement(TorchFunctionMode):
         device: the guarded device.
         recorder: learns when a backward pass runs.
         host: knows the values of what was copied to the device.
+        replay: says which backward passes are left out.
     """
 
-    def __init__(self, device: Device, recorder: Recorder, host: HostTensors) -> None:
+    def __init__(self, device: Device, recorder: Recorder, host: HostTensors, replay: Replay) -> None:
         super().__init__()
+        self._replay = replay
         self._recorder = recorder
         self._host = host
         self._is_cpu = device.kind == "cpu"
@@ -301,6 +312,8 @@ class Placement(TorchFunctionMode):
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
+        if func in _BACKWARD and self._replay.skips:
+            return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
         if func in _BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
                 return _BACKWARD[func](*args, **kwargs)
@@ -450,7 +463,10 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         replace(nn.Module, "_apply", lambda own: _staying_on_meta(own, host))
         for owner in (nn.Module, torch.optim.Optimizer):  # libraries may be imported in the objective
             replace(owner, "__init__", lambda own: _following(own, follow_libraries))
-        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders.load))
+        batches = Batches(host.blank)
+        loaders.make_batch = batches.make
+        few = FewSamples(loaders, batches, host.use.note_held)
+        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders, few.follow))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host.use))
         replace(RandomSampler, "__iter__", _drawing_of_many)
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
@@ -554,11 +570,13 @@ def _following(own: Any, follow: Callable[[], object]) -> Any:
     return __init__
 
 
-def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
+def _single_process_iterator(loaders: Loaders, follow: Callable[[Any, Any], object]) -> Any:
     def __iter__(self: Any) -> Any:
-        loaded(self, "begins")
+        loaders.load(self, "begins")
         iterator = _read_alone(self)
         iterator._loader = self
+        loaders.begin(self, iterator)
+        follow(self, iterator)
         return iterator
 
     return __iter__

@@ -87,12 +87,28 @@ def _exit_by_value(loop: ast.For | ast.While, values: Set[int]) -> int | None:
                 dependent.update(*map(_assigned, (*node.body, *node.orelse)))
             elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.Expr)) and depends(node.value):
                 dependent.update(_assigned(node))
+    exits = _exits_of(loop)
     for node in ast.walk(loop):
-        if isinstance(node, (ast.If, ast.While)) and depends(node.test) and not _is_no_stop(node.test):
-            inside = (part for one in (*node.body, *node.orelse) for part in ast.walk(one))
-            if node is loop or (isinstance(node, ast.If) and any(isinstance(part, (ast.Break, ast.Return)) for part in inside)):
-                return node.lineno
+        ends = node is loop or (isinstance(node, ast.If) and not exits.isdisjoint(ast.walk(node)))
+        if isinstance(node, (ast.If, ast.While)) and ends and depends(node.test) and not _is_no_stop(node.test):
+            return node.lineno
     return None
+
+
+def _exits_of(loop: ast.For | ast.While) -> set[ast.AST]:
+    """What ends ``loop``: each `break` of its own, and each `return`. A `break` of a loop within it ends that one alone."""
+    found: set[ast.AST] = set()
+    left: list[tuple[ast.AST, bool]] = [(part, True) for part in loop.body]
+    while left:
+        node, is_own = left.pop()
+        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and is_own):
+            found.add(node)
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            left += [(part, False) for part in node.body]
+            left += [(part, is_own) for part in node.orelse]
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            left += [(part, is_own) for part in ast.iter_child_nodes(node)]
+    return found
 
 
 def _is_no_stop(test: ast.expr) -> bool:

@@ -30,6 +30,7 @@ from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
+from perfguard.capture.replay import Replay, has_backward_hooks, key_of
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.capture.stops import Stops
 from perfguard.capture.trainers import join_trainers
@@ -64,6 +65,7 @@ LBFGS = "LBFGS: its history and most of its closures depend on values, and are n
 """Entry in a graph's ``unmodelled``."""
 KEPT = "training keeps outputs on the device: it is taken to go on so to the end of the epoch"
 """Another entry."""
+_NO_LOADER = "its batches do not come from a DataLoader, so its steps are not counted"
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -137,13 +139,14 @@ class Watch:
         self.host = HostTensors(device, self._recorder, blanks)
         self._stops = Stops()
         self.host.values.on_unknown = self._stops.note_value
-        self._placement = Placement(device, self._recorder, self.host)
+        self._replay = Replay()
+        self._placement = Placement(device, self._recorder, self.host, self._replay)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
         self._most_seconds = most_seconds
         self._allowance: Allowance | None = None
-        """For the steps after the third. None: these have not begun."""
+        """For the steps after the third, and again for those that are replayed. None: these have not begun."""
         self.unseen = ""
         """Why the objective's end was not seen."""
         self.marks: list[int] = []
@@ -190,6 +193,8 @@ class Watch:
         stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         replace = replacing(stack)
+        self._replay.follow = functools.partial(replace, nn.Module, "__call__", self._calling)
+        stack.callback(self._replay.end)
         replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
         replace(nn.Module, "zero_grad", self._as_optimizer)
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
@@ -267,6 +272,28 @@ class Watch:
             if not self._depth:
                 self._placement.in_forward = self.host.in_forward = False
 
+    def _calling(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Remember what models return, and leave out the forward passes that are replayed."""
+
+        @functools.wraps(own)
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_outermost = not self._depth and self._recorder.phase is None and any(True for _ in module.parameters())
+            if not is_outermost:
+                return own(module, *args, **kwargs)
+            evaluates = not torch.is_grad_enabled()
+            key = key_of(module, args, kwargs, self.loaders.evaluated_data if evaluates else None)
+            found = self._replay.output_of(key, module)
+            if found is None:
+                output = own(module, *args, **kwargs)
+                self._replay.remember(key, module, output)
+                return output
+            self._look_for_more(evaluates, 0)
+            self._forwards.append((len(self._recorder.ops), evaluates))
+            self.loaders.begin_forward(is_first=False, evaluates=evaluates)
+            return found[0]
+
+        return __call__
+
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [named for root in self._roots.values() for named in root.named_parameters()]
 
@@ -275,6 +302,8 @@ class Watch:
     def _as_optimizer(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if self._replay.skips:
+                return self._replay.put_off(functools.partial(zero_grad, *args, **kwargs))
             with self._recorder.in_phase(Phase.OPTIMIZER):
                 return own(*args, **kwargs)
 
@@ -283,6 +312,7 @@ class Watch:
     def _noting_optimizers(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self._end_replay()
             own(optimizer, *args, **kwargs)
             self._number(optimizer)
             if self.marks and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
@@ -300,6 +330,10 @@ class Watch:
         hooked = sys._getframe(depth)
         running = {frame for frame, _ in traceback.walk_stack(hooked)}  # a step that has raised an error runs no longer
         self._open_steps = [*(step for step in self._open_steps if step[0] in running), (hooked, optimizer)]
+        if self._replay.is_on and self._numbers.get(optimizer) not in self._stepped:
+            self._end_replay()
+        if self._replay.skips:
+            return None
         if self.host.use.has_offloaded([group["params"] for group in optimizer.param_groups]):
             self._unmodelled.add(HOST_OPTIMIZER)
         for parameter, state in optimizer.state.items():
@@ -311,7 +345,7 @@ class Watch:
                     replace_by_meta(value)
         closure = kwargs.pop("closure", None) or next((item for item in args if callable(item)), None)
         if closure is None:
-            self._begin_update()
+            self._begin_update(optimizer)
             return None
 
         def closed() -> Any:
@@ -319,25 +353,19 @@ class Watch:
             try:
                 return closure()
             finally:
-                self._begin_update()
+                self._begin_update(optimizer)
 
         return (optimizer, closed), kwargs
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, optimizer: Any) -> None:
+        if len(self.marks) >= 2:
+            self._replay.note_gradients(optimizer)
         self._recorder.mark_gradients(self._named_parameters())
         self._recorder.phase = Phase.OPTIMIZER
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._recorder.phase = None
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
-        state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
-        if self._has_engine:  # whose master weights are not the model's parameters
-            state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
-        self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
-        if any(hasattr(value, "is_paged") for _, value in state):
-            self._unmodelled.add(PAGED_STATES)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self._unmodelled.add(LBFGS)
+        if not self._replay.skips:
+            self._note_states(optimizer)
         hooked = sys._getframe(1)
         self._open_steps = [*itertools.takewhile(lambda step: step[0] is not hooked, self._open_steps)]
         if self._open_steps:
@@ -359,20 +387,59 @@ class Watch:
         if len(self.marks) < 3:
             self._stops.note_step()
         self.marks.append(len(self._recorder.ops))
+        if len(self.marks) >= 2:
+            self._replay.follow_calls()
         self._copies.append(self.host.num_copies)
         self._batches.append(len(self.host.batches))
         not_stepped = set(self._numbers.values()) - self._stepped.keys()
         self.loaders.must_spare = bool(not_stepped) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         self.loaders.end_step(self._stepped[number])
+        self._replay.end_step()
         if self.loaders.must_spare:
             return
         if len(self.marks) >= 3:
             self._allowance = self._allowance or Allowance(self._most_seconds)
         is_fed = self.loaders.feed_steps or self.loaders.may_spare
-        if not is_fed and len(self.marks) >= 3 + self._makes_buckets_anew:  # which looks through all models
-            self._end("its batches do not come from a DataLoader, so its steps are not counted")
-        if self._allowance is not None and self._allowance.is_spent:
-            self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+        if not self._replay.is_on and (not is_fed or self._num_later_steps >= 3):
+            self._begin_replay_or_end(is_fed=is_fed)
+        if self._allowance is None or not self._allowance.is_spent:
+            return
+        if not self.loaders.feed_steps:
+            self._end(_NO_LOADER)
+        self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    def _begin_replay_or_end(self, *, is_fed: bool) -> None:
+        """Replay the loop, if it can be, once its first steps were seen. One that no loader feeds ends otherwise."""
+        can_replay = (is_fed or self.loaders.spares) and self._can_replay()
+        if can_replay and len(self.marks) >= (5 if is_fed else 3):
+            self._allowance = Allowance(self._most_seconds)
+            self.loaders.is_replayed = True
+            self._replay.begin(optimizer for optimizer, number in self._numbers.items() if number in self._stepped)
+        elif not can_replay and not is_fed and len(self.marks) >= 3 + self._makes_buckets_anew:  # which looks through all models
+            self._end(_NO_LOADER)
+
+    def _end_replay(self) -> None:
+        self._replay.end()
+        self.loaders.is_replayed = False
+
+    def _can_replay(self) -> bool:
+        """Whether a loop without its model makes the steps that it makes with it."""
+        if self._ranks.are_many or self._has_engine or self._stages or self._compiled:
+            return False
+        are_of_pytorch = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._numbers)  # not fastai's
+        return are_of_pytorch and not has_backward_hooks(self._roots.values())
+
+    def _note_states(self, optimizer: Any) -> None:
+        self._recorder.phase = None
+        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
+        if self._has_engine:  # whose master weights are not the model's parameters
+            state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
+        if any(hasattr(value, "is_paged") for _, value in state):
+            self._unmodelled.add(PAGED_STATES)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._unmodelled.add(LBFGS)
 
     @property
     def _makes_buckets_anew(self) -> bool:

@@ -216,6 +216,17 @@ def by_the_pruner(trial: Any) -> None:
             break
 
 
+def whatever_ends_a_loop_within() -> None:
+    training = Training()
+    for _ in range(4):
+        if training.epoch() > 0.5:
+            for word in ("high", "very high"):
+                if word == "high":
+                    break
+            else:
+                training.num_bad += 1
+
+
 class Trial:
     def report(self, value: float, step: int) -> None: ...
 
@@ -230,9 +241,10 @@ class Trial:
         by_a_trainer_that_counts,
         by_an_entry_with_a_number,
         unless_it_is_no_number,
+        whatever_ends_a_loop_within,
         lambda: by_the_pruner(Trial()),
     ],
-    ids=["steps", "trainer", "entry", "no number", "pruner"],
+    ids=["steps", "trainer", "entry", "no number", "loop within", "pruner"],
 )
 def test_other_loops_are_counted(objective: Callable[[], None]) -> None:
     found = in_a_child(objective)

@@ -716,6 +716,12 @@ def second_loader_is_longer() -> None:
     train_on_both(zip, rows(320), others)
 
 
+@counts(10, 30)
+def look_at_another_loader() -> None:
+    assert len(next(iter(rows(6400)))) == 2
+    train(rows(320), epochs=3)
+
+
 COUNTED |= {
     "few_are_repeated": (lambda: train_on_both(lambda a, b: zip(itertools.cycle(a), b), rows(), rows(960)), (30, 90)),
     "repeated_beside_many": (lambda: train_on_both(lambda a, b: zip(a, itertools.cycle(b)), rows(960), rows()), (30, 90)),

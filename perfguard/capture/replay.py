@@ -1,0 +1,197 @@
+"""Replay: once the steps that are judged were seen, the user's loop goes on without its model, to be counted to its end.
+
+    the forward pass of a model     returns what it has returned for inputs of the same shapes
+    a backward pass                 leaves the gradients that are there
+    `zero_grad`                     is put off
+    the step of an optimizer        calls its hooks and its closure
+
+A forward pass that was not seen before runs as it is. If it has gradients, its whole step does, so larger inputs are seen. The
+rest of the loop runs as it always does, and so do loops whose backward passes have hooks of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from perfguard.capture.few_samples import look_at
+from perfguard.graph.shape_rules import empty_twin
+
+Key = tuple[Any, ...]
+_PLAIN = int, float, complex, str, bool, type(None)
+
+
+def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Any) -> Key | None:
+    """Return what a forward pass depends on: its module, the mode and the shapes of its inputs. None: nobody can tell.
+
+    Args:
+        module: the model.
+        args: its inputs.
+        kwargs: its inputs by name.
+        place: where in the loop it is. An evaluation of other data is another.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # `vmap` and `grad` need what depends on their inputs
+        return None
+    with torch._C.DisableTorchFunction():
+        inputs = look_at((args, dict(kwargs)))
+    if inputs is None:
+        return None
+    numbers = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, (int, str)))
+    modes = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return id(module), modes, inputs.form, numbers, place
+
+
+class Replay:
+    """Whether the loop is replayed, and what forward passes have returned.
+
+    Args:
+        most_kept: forward passes that are remembered.
+    """
+
+    def __init__(self, *, most_kept: int = 64) -> None:
+        self._most_kept = most_kept
+        self.follow: Callable[[], object] = lambda: None
+        """Lets the calls of models come here."""
+        self._is_on = False
+        self._is_whole = False
+        """Whether this step runs as it is."""
+        self._outputs: dict[Key, tuple[weakref.ref[nn.Module], Any]] = {}
+        self._put_off: list[Callable[[], object]] = []
+        """The latest `zero_grad`."""
+        self._gradients: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[torch.Tensor]]]
+        self._gradients = weakref.WeakKeyDictionary()
+        """Parameters of each optimizer that have gradients in its steps."""
+        self._steps: list[tuple[weakref.ref[torch.optim.Optimizer], Any]] = []
+        """Optimizers whose steps are left out, and what they had in the place of their own ``step``."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the loop is replayed."""
+        return self._is_on
+
+    @property
+    def skips(self) -> bool:
+        """Whether what would run now is left out."""
+        return self._is_on and not self._is_whole
+
+    def follow_calls(self) -> None:
+        """Let the calls of models come here, from the first time on that this is asked for."""
+        self.follow()
+        self.follow = lambda: None
+
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Replay from now on, after a step of these ``optimizers``."""
+        self._is_on = True
+        self._is_whole = False
+        self._leave_out_steps(optimizers)
+
+    def end(self) -> None:
+        """Run all as it is from now on."""
+        if self._is_on:
+            self._run_whole()
+            self._is_on = False
+
+    def remember(self, key: Key | None, module: nn.Module, output: Any) -> None:
+        """Remember what a forward pass has returned, if it consists of tensors of the device."""
+        if key is None or (key in self._outputs and self._outputs[key][0]() is module):
+            return
+        leaves = tree_leaves(output)
+        are_plain = all(isinstance(leaf, _PLAIN) or (type(leaf) is torch.Tensor and leaf.is_meta) for leaf in leaves)
+        if are_plain and (key in self._outputs or len(self._outputs) < self._most_kept):
+            self._outputs[key] = weakref.ref(module), tree_map_only(torch.Tensor, _twin_of, output)
+
+    def output_of(self, key: Key | None, module: nn.Module) -> tuple[Any] | None:
+        """Return anew what the forward pass has returned before. None: it is to run, and its step too, if it has gradients."""
+        if not self.skips:
+            return None
+        found = None if key is None else self._outputs.get(key)
+        if found is not None and found[0]() is module:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return (tree_map_only(torch.Tensor, torch.clone, found[1]),)  # no leaf, which could not be changed in place
+        if torch.is_grad_enabled():
+            self._run_whole()
+        return None
+
+    def put_off(self, zero_grad: Callable[[], object]) -> None:
+        """Note a `zero_grad` that a step which runs as it is begins with."""
+        self._put_off = [zero_grad]
+
+    def note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which parameters of an ``optimizer`` have gradients in a step that runs as it is."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._gradients[optimizer] = [weakref.ref(parameter) for parameter in parameters if parameter.grad is not None]
+
+    def backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, returns: bool) -> Any:
+        """Return gradients of inputs, if a backward pass ``returns`` them. Otherwise parameters have theirs after it."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if returns:
+                inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+                makes_graph = bool(kwargs.get("create_graph"))
+                inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+                return tuple(empty_twin(each).requires_grad_(makes_graph) for each in inputs)
+            for reference in itertools.chain(*self._gradients.values()):
+                parameter = reference()
+                if parameter is not None and parameter.grad is None:
+                    parameter.grad = empty_twin(parameter)
+        return None
+
+    def end_step(self) -> None:
+        """Go on to replay after a step that ran as it is."""
+        if self._is_on and self._is_whole:
+            self.begin([optimizer for reference, _ in self._steps if (optimizer := reference()) is not None])
+
+    def _leave_out_steps(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._steps = []
+        for optimizer in optimizers:
+            self._steps.append((weakref.ref(optimizer), vars(optimizer).get("step")))
+            vars(optimizer)["step"] = _hooks_alone(weakref.ref(optimizer))
+
+    def _run_whole(self) -> None:
+        """Run this step as it is."""
+        if self._is_whole:
+            return
+        self._is_whole = True
+        for reference, before in self._steps:
+            optimizer = reference()
+            if optimizer is not None and before is None:
+                del vars(optimizer)["step"]
+            elif optimizer is not None:
+                vars(optimizer)["step"] = before
+        for zero_grad in self._put_off:
+            zero_grad()
+        self._put_off = []
+
+
+def has_backward_hooks(models: Iterable[nn.Module]) -> bool:
+    """Whether a backward pass through ``models`` calls what the user has registered, such as an optimizer."""
+    for model in models:
+        for module in model.modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                return True
+        for parameter in model.parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return True
+    return False
+
+
+def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on meta that is like ``tensor``, and that no recorder has seen."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return empty_twin(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _hooks_alone(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """A step that calls its hooks and its closure. The optimizer that has it is not kept alive by it."""
+
+    def step(self: Any, closure: Any = None, *_: Any, **__: Any) -> Any:
+        return closure() if callable(closure) else None
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    return lambda *args, **kwargs: hooked(reference(), *args, **kwargs)

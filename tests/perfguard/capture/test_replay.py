@@ -1,0 +1,351 @@
+"""A loop that goes on without its model is counted to its end, and shows nothing else than one that goes on with it."""
+# ruff: noqa: PLW2901 - as users write `x = x.cuda()`
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from perfguard.capture.replay import Replay, has_backward_hooks, key_of
+from perfguard.capture.trial import Watch, capture
+from perfguard.devices import resolve_device
+from perfguard.workload import CapturedTrial
+
+A100, CPU = resolve_device("a100"), resolve_device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _few_objects_to_collect() -> Iterator[None]:
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Model(nn.Module):
+    """Counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.head = nn.Linear(128, 10)
+        self.num_forwards = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.num_forwards += 1
+        output: torch.Tensor = self.head(self.layers(x))
+        return output * scale
+
+
+def images(number: int = 160, batch: int = 16, size: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(number, 3, size, size), torch.randint(0, 10, (number,))), batch)
+
+
+def evaluated(model: nn.Module, loader: Iterable[Any], kept: list[Any] | None = None) -> int:
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in loader:
+            output = model(x.cuda())
+            right += (output.argmax(1) == y.cuda()).sum().item()
+            if kept is not None:
+                kept.append(output)
+    model.train()
+    return right
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x.cuda()), y.cuda())
+
+
+def plain(model: nn.Module, epochs: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    for _ in range(epochs):
+        for x, y in images():
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        scheduler.step()
+        evaluated(model, images(64))
+
+
+def zeroed_after_the_step(model: nn.Module, epochs: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for _ in range(epochs):
+        for number, (x, y) in enumerate(images()):
+            (loss_of(model, x, y) / 2).backward()
+            if number % 2:
+                norms = [parameter.grad.norm() for parameter in model.parameters()]  # type: ignore[union-attr]
+                nn.utils.clip_grad_norm_(model.parameters(), max(1.0, float(norms[0])))
+                optimizer.step()
+                for parameter in model.parameters():
+                    parameter.grad = None
+
+
+def scaled(model: nn.Module, epochs: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(epochs):
+        for x, y in images():
+            with torch.autocast("cuda", torch.float16):
+                loss = loss_of(model, x, y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def with_a_closure(model: nn.Module, epochs: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    for _ in range(epochs):
+        for x, y in images():  # noqa: B007 - the closure reads them
+            assert optimizer.step(closure).detach().item() == 0.0
+
+
+def in_turns(model: nn.Module, epochs: int) -> None:
+    """Two optimizers, whose gradients are gone after each step, and read before it."""
+    optimizers = [torch.optim.SGD(part.parameters()) for part in (model.layers, model.head)]  # type: ignore[union-attr]
+    for _ in range(epochs):
+        for x, y in images():
+            loss_of(model, x, y).backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def adversarial(model: nn.Module, epochs: int) -> None:
+    """Two optimizers, a gradient penalty, and changes in place of what a model returns."""
+    generator = nn.Sequential(nn.Linear(5, 3 * 64), nn.Unflatten(1, (3, 8, 8))).cuda()
+    of_model, of_generator = torch.optim.Adam(model.parameters()), torch.optim.Adam(generator.parameters())
+    for _ in range(epochs):
+        for x, _y in images():
+            x = x.cuda()
+            fake = generator(torch.randn(len(x), 5, device="cuda"))
+            of_model.zero_grad()
+            mixed = (x + fake.detach()).requires_grad_()
+            (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+            (model(x).mul_(2).mean() - model(fake.detach()).mean() + slope.square().mean()).backward()
+            of_model.step()
+            of_generator.zero_grad()
+            (-model(fake)).mean().backward()
+            of_generator.step()
+
+
+def with_a_test_at_the_end(model: nn.Module, epochs: int) -> None:
+    """What the test set leaves on the device is most of all."""
+    plain(model, epochs)
+    kept: list[torch.Tensor] = []
+    evaluated(model, images(16_000, batch=16), kept)
+    torch.cat(kept)
+
+
+def with_larger_images_later(model: nn.Module, epochs: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(epochs):
+        for x, y in images(size=32 if epoch == epochs - 2 else 8):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+
+
+def with_an_average(model: nn.Module, epochs: int) -> None:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(epochs):
+        for x, y in images():
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        evaluated(average, images(64))
+
+
+class Loop(NamedTuple):
+    """A loop of a user, with its steps in an epoch."""
+
+    run: Callable[[nn.Module, int], None]
+    per_epoch: int = 10
+
+
+LOOPS = {
+    "plain": Loop(plain),
+    "zeroed_after_the_step": Loop(zeroed_after_the_step, 5),
+    "scaled": Loop(scaled),
+    "with_a_closure": Loop(with_a_closure),
+    "in_turns": Loop(in_turns),
+    "adversarial": Loop(adversarial),
+    "with_a_test_at_the_end": Loop(with_a_test_at_the_end),
+    "with_larger_images_later": Loop(with_larger_images_later),
+    "with_an_average": Loop(with_an_average),
+}
+
+
+def seen(run: Callable[[nn.Module, int], None], epochs: int, *, spares: bool = False) -> tuple[CapturedTrial, int]:
+    """What a dry run shows, and how many forward passes it has run."""
+    counts: list[int] = []
+
+    def objective() -> None:
+        model = Model().cuda()
+        try:
+            run(model, epochs)
+        finally:
+            counts.append(model.num_forwards)
+
+    torch.manual_seed(0)
+    return capture(objective, A100, spares=spares, most_seconds=60.0), counts[0]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_replayed_loop_shows_what_one_with_its_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, per_epoch = LOOPS[name]
+    replayed, num_replayed = seen(run, 30)
+    monkeypatch.setattr(Watch, "_can_replay", lambda _: False)
+    whole, num_whole = seen(run, 30)
+    assert (replayed.steps, replayed.steps_per_epoch, replayed.unseen) == (30 * per_epoch, per_epoch, "")
+    assert num_replayed < 0.7 * num_whole
+    assert replayed.graph.content_hash == whole.graph.content_hash
+    peaks, expected = ({name: graph.peak_live_bytes for name, graph in each.phases.items()} for each in (replayed, whole))
+    assert peaks == expected
+
+
+def test_the_number_of_forward_passes_does_not_grow_with_the_epochs() -> None:
+    (few, num_few), (many, num_many) = seen(plain, 20), seen(plain, 400)
+    assert (few.steps, many.steps) == (200, 4000)
+    assert num_few == num_many
+
+
+def test_steps_that_no_loader_feeds_are_counted_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: nn.Module, epochs: int) -> None:
+        x, y = torch.randn(64, 3, 8, 8).cuda(), torch.randint(0, 10, (64,)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(epochs):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            monkeypatch.setattr("perfguard.capture.loaders.Loaders.may_spare", False)
+
+    found, num_forwards = seen(run, 300, spares=True)
+    assert (found.steps, found.unseen, num_forwards) == (300, "", 3)
+    found, _ = seen(run, 300)  # a second dry run, which shows whether a value changes the step, ends at once
+    assert found.steps is None
+    assert "do not come from a DataLoader" in found.unseen
+
+
+def test_an_optimizer_that_steps_within_the_backward_pass_is_not_replayed() -> None:
+    def run(model: nn.Module, epochs: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters())
+        last = next(model.parameters())
+        last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        for _ in range(epochs):
+            for x, y in images():
+                loss_of(model, x, y).backward()
+
+    found, num_forwards = seen(run, 12)
+    assert found.steps == 120
+    assert num_forwards > 12
+
+
+def test_a_second_optimizer_ends_the_replay() -> None:
+    def run(model: nn.Module, epochs: int) -> None:
+        plain(model, epochs)
+        head = nn.Linear(10, 4000).cuda()
+        optimizer = torch.optim.AdamW(head.parameters())
+        for x, _ in images():
+            optimizer.zero_grad()
+            head(model(x.cuda()).detach()).mean().backward()
+            optimizer.step()
+
+    found, _ = seen(run, 20)
+    assert found.num_optimizers == 2
+    assert {op.shape for op in found.graph.ops if op.name == "addmm"} == {(16, 10), (16, 4000)}
+
+
+def test_what_was_replayed_is_as_it_was_and_dies() -> None:
+    left: list[Any] = []
+
+    def objective() -> None:
+        model = Model().cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(20):
+            for x, y in images():
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+        left.append(optimizer)
+        left.append(weakref.ref(model))
+
+    capture(objective, A100)
+    assert "step" not in vars(left[0])
+    left[0] = None
+    gc.collect()
+    assert left[1]() is None
+
+
+# --- The parts ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_is_known_by_the_shapes_of_its_inputs_its_mode_and_its_place() -> None:
+    model, x = nn.Linear(3, 3), torch.zeros(2, 3)
+    key = key_of(model, (x,), {}, None)
+    assert key == key_of(model, (torch.ones(2, 3),), {}, None)
+    assert key_of(model, (), {"x": [x], "scale": 0.1}, None) == key_of(model, (), {"x": [x], "scale": 0.2}, None)
+    assert key_of(model, (x,), {"length": 3}, None) != key_of(model, (x,), {"length": 4}, None)
+    others = [key_of(nn.Linear(3, 3), (x,), {}, None), key_of(model, (x[:1],), {}, None), key_of(model, (x,), {}, "test")]
+    with torch.no_grad():
+        others.append(key_of(model, (x,), {}, None))
+    others.append(key_of(model.eval(), (x,), {}, None))
+    assert key not in others
+    assert key_of(model, (iter(()),), {}, None) is None
+
+
+def test_what_a_forward_pass_returns_is_new_each_time() -> None:
+    model, replay = nn.Linear(3, 3), Replay()
+    output = {"loss": torch.zeros(2, device="meta", requires_grad=True), "all": [torch.zeros(3, device="meta"), 2]}
+    replay.remember(("key",), model, output)
+    assert replay.output_of(("key",), model) is None  # it is not on
+    replay.begin([])
+    (first,), (second,) = replay.output_of(("key",), model) or [], replay.output_of(("key",), model) or []
+    assert first["loss"].requires_grad
+    assert not first["loss"].is_leaf
+    first["loss"].add_(1)
+    assert first["all"][0] is not second["all"][0]
+    assert replay.output_of(("other",), model) is None
+    assert not replay.skips  # the step runs as it is
+    replay.end_step()
+    assert replay.skips
+
+
+def test_outputs_that_hold_more_than_tensors_are_not_remembered() -> None:
+    model, replay = nn.Linear(3, 3), Replay()
+    replay.begin([])
+    for key, output in enumerate([object(), torch.zeros(3), (torch.zeros(3, device="meta"), object())]):
+        replay.remember((key,), model, output)
+        with torch.no_grad():
+            assert replay.output_of((key,), model) is None
+    assert replay.skips  # an evaluation that is not known leaves the steps as they are
+
+
+def test_hooks_of_a_backward_pass_are_found() -> None:
+    models = [nn.Linear(3, 3) for _ in range(4)]
+    assert not has_backward_hooks(models)
+    models[1].register_full_backward_hook(lambda *_: None)
+    models[2].weight.register_hook(lambda _: None)
+    models[3].weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert [has_backward_hooks([model]) for model in models] == [False, True, True, True]
