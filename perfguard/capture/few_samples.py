@@ -73,6 +73,8 @@ def look_at(sample: Any, *, depth: int = 8) -> Sample | None:
         return Sample((sample.shape, str(sample.dtype)), int(sample.nbytes), is_raw=False)
     if isinstance(sample, (str, bytes)):
         return Sample(len(sample), len(sample))
+    if isinstance(sample, (torch.dtype, torch.device)):
+        return Sample(str(sample), is_raw=False)
     if sample is None or isinstance(sample, (int, float, complex)):
         return Sample(type(sample).__name__, is_raw=False)
     if type(sample).__module__.partition(".")[0] == "PIL":

@@ -11,21 +11,21 @@ rest of the loop runs as it always does, and so do loops whose backward passes h
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from perfguard.capture.few_samples import look_at
 from perfguard.graph.shape_rules import empty_twin
 
 Key = tuple[Any, ...]
-_PLAIN = int, float, complex, str, bool, type(None)
 
 
 def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Any) -> Key | None:
@@ -62,6 +62,8 @@ class Replay:
         self._is_on = False
         self._is_whole = False
         """Whether this step runs as it is."""
+        self.num_whole = 0
+        """Steps that ran as they are, because their inputs were not seen before."""
         self._outputs: dict[Key, tuple[weakref.ref[nn.Module], Any]] = {}
         self._put_off: list[Callable[[], object]] = []
         """The latest `zero_grad`."""
@@ -102,10 +104,14 @@ class Replay:
         """Remember what a forward pass has returned, if it consists of tensors of the device."""
         if key is None or (key in self._outputs and self._outputs[key][0]() is module):
             return
-        leaves = tree_leaves(output)
-        are_plain = all(isinstance(leaf, _PLAIN) or (type(leaf) is torch.Tensor and leaf.is_meta) for leaf in leaves)
-        if are_plain and (key in self._outputs or len(self._outputs) < self._most_kept):
-            self._outputs[key] = weakref.ref(module), tree_map_only(torch.Tensor, _twin_of, output)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            seen = look_at(output)
+            if seen is None or not all(type(tensor) is torch.Tensor and tensor.is_meta for tensor in seen.tensors):
+                return
+            if key in self._outputs or len(self._outputs) < self._most_kept:
+                with suppress(Exception):  # what cannot be copied is not remembered
+                    twins = copy.deepcopy(output, {id(tensor): _twin_of(tensor) for tensor in seen.tensors})
+                    self._outputs[key] = weakref.ref(module), twins
 
     def output_of(self, key: Key | None, module: nn.Module) -> tuple[Any] | None:
         """Return anew what the forward pass has returned before. None: it is to run, and its step too, if it has gradients."""
@@ -114,7 +120,10 @@ class Replay:
         found = None if key is None else self._outputs.get(key)
         if found is not None and found[0]() is module:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                return (tree_map_only(torch.Tensor, torch.clone, found[1]),)  # no leaf, which could not be changed in place
+                seen = look_at(found[1])
+                assert seen is not None
+                anew = {id(tensor): tensor.clone() for tensor in seen.tensors}  # no leaf, which could not be changed in place
+                return (copy.deepcopy(found[1], anew),)
         if torch.is_grad_enabled():
             self._run_whole()
         return None
@@ -145,6 +154,7 @@ class Replay:
     def end_step(self) -> None:
         """Go on to replay after a step that ran as it is."""
         if self._is_on and self._is_whole:
+            self.num_whole += 1
             self.begin([optimizer for reference, _ in self._steps if (optimizer := reference()) is not None])
 
     def _leave_out_steps(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -183,8 +193,7 @@ def has_backward_hooks(models: Iterable[nn.Module]) -> bool:
 
 def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on meta that is like ``tensor``, and that no recorder has seen."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return empty_twin(tensor.detach()).requires_grad_(tensor.requires_grad)
+    return empty_twin(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _hooks_alone(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., Any]:

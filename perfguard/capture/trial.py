@@ -66,6 +66,8 @@ LBFGS = "LBFGS: its history and most of its closures depend on values, and are n
 KEPT = "training keeps outputs on the device: it is taken to go on so to the end of the epoch"
 """Another entry."""
 _NO_LOADER = "its batches do not come from a DataLoader, so its steps are not counted"
+_MOST_WHOLE_STEPS = 5
+"""Steps of inputs that were not seen before, after which a loop that no loader feeds is not worth a replay."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -402,6 +404,8 @@ class Watch:
         is_fed = self.loaders.feed_steps or self.loaders.may_spare
         if not self._replay.is_on and (not is_fed or self._num_later_steps >= 3):
             self._begin_replay_or_end(is_fed=is_fed)
+        if not self.loaders.feed_steps and self._replay.num_whole > _MOST_WHOLE_STEPS:
+            self._end(_NO_LOADER)
         if self._allowance is None or not self._allowance.is_spent:
             return
         if not self.loaders.feed_steps:
