@@ -254,7 +254,7 @@ def capture_or_error(
     def show() -> CapturedTrial:
         from perfguard.capture.trial import capture
 
-        return capture(run, device, **options)
+        return capture(run, device, spares=options["spares"], replays=options["replays"])
 
     return shown(show, seal, "captured")
 
