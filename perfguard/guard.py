@@ -771,8 +771,12 @@ class Guard:
 
     def _may_stand_in(self, captured: CapturedTrial, *, study: str, room: float = 1.5) -> bool:
         """Return whether each limit would hold with a chance of 95% if the trial needed ``room`` times as much."""
-        verdict = self.preview(captured, study=study)
-        return verdict.action == "launch" and all(limit.margin(SMALL_CHANCE) < -math.log(room) for limit in verdict.limits)
+        with self._going_on(LogWarning, "compare a trial with one before"), self._lock:
+            if study != self._study:
+                self._learn_from_log(study)
+            verdict = self._judge(captured)
+            return verdict.action == "launch" and all(limit.margin(SMALL_CHANCE) < -math.log(room) for limit in verdict.limits)
+        return False
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""

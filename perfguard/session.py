@@ -311,7 +311,7 @@ class TrialSession:
         not_measured = self.guard.why_not_measured(measurement)
         measured = {} if not_measured else measured_by(measurement, self.verdict.predicted)
         margins: Mapping[Quantity, float] | None = None
-        if measurement.status == "timeout" or self.stopped:
+        if measurement.status == "timeout" or (self.stopped and not is_whole):  # an objective may go on to its end
             margins = self.margins_over("time")
         elif not_measured:
             pass

@@ -217,6 +217,8 @@ class CapturedTrial:
     """What the host holds. None: that was not looked at."""
     source: Source = "captured"
     """Where the dry run began: at the objective's first line, or in the trial itself, at its first training forward pass."""
+    may_be_lost: bool = False
+    """Whether an error ended the dry run while its loop was counted without its model, which may be the reason."""
 
     @property
     def mode(self) -> Mode:

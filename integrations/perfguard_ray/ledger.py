@@ -133,7 +133,7 @@ class Entry:
     @property
     def running_s(self) -> float:
         """Seconds since the latest start, whatever was reported. 0: it waits."""
-        return 0.0 if self.begun_at is None else time.time() - self.begun_at
+        return 0.0 if self.begun_at is None else max(0.0, time.time() - self.begun_at)  # that clock may be set back
 
     @property
     def over_time(self) -> str | None:
@@ -296,7 +296,8 @@ class Ledger:
         session = entry.session
         self.finish(trial_id, HowEnded("oom", note))
         proposed = {name: value for name, value in config.items() if name != REPAIR_KEY}
-        if not session.try_again(self.found(proposed), proposed):
+        may_run = self.guard.on_oom == "repair"  # else nobody asks what it would run, which may be a dry run
+        if not (may_run and session.try_again(self.found(proposed), proposed)):
             self.entries[trial_id] = Entry(session, config, how_ends=HowEnded("oom", note))  # until Tune has ended it
             return None
         again = self.entries[trial_id] = Entry.of(session, proposed)

@@ -14,14 +14,27 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch  # noqa: F401 - whole, so before the block below
+
 
 class LazyModule(ModuleType):
-    """Stands for a module until an attribute of it is used. Then the module is imported."""
+    """Stands for a module until an attribute of it is used. Then the module is imported.
+
+    While it stands in `sys.modules`, it has no file and the like: `inspect` and `unittest` ask all modules there for these, on
+    any thread, and in the middle of an import.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
+        stands_in = sys.modules.get(self.__name__) is self
+        if stands_in and name.startswith("__") and name not in _OF_IMPORTS:
+            raise AttributeError(f"{self.__name__!r} is not imported yet, so it has no {name!r}.")
+        if stands_in:
+            sys.modules.pop(self.__name__, None)  # another thread may have done so
         return getattr(importlib.import_module(self.__name__), name)
+
+
+_OF_IMPORTS = ("__path__", "__all__")
+"""What `import a.b.c` and `from a.b import *` ask of a module."""
 
 
 @contextmanager

@@ -86,6 +86,8 @@ class Alike:
 
     def nearest(self, values: Mapping[str, Any]) -> CapturedTrial | None:
         """Return the captured trial that is nearest to one with these ``values`` of its answers. None: none is alike."""
+        if self._varies:
+            return None
         ratios = [(self._ratio(known.answers, values), known.captured) for _, known in self._known.newest_first()]
         ratio, captured = min(ratios, key=lambda found: found[0], default=(math.inf, None))
         return replace(captured, source=ALIKE) if captured is not None and ratio <= self._most_ratio else None

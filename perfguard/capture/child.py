@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -195,7 +195,9 @@ def resident_bytes(process: int) -> int:
         return 0
 
 
-def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: Device, *, spares: bool, seal: Seal) -> None:
+def dry_run(
+    pipe: Any, number: int, objective: Callable[[Ask], object], device: Device, *, options: Mapping[str, bool], seal: Seal
+) -> None:
     """Run in the child: capture the objective, and send what it shows."""
     process = os.getpid()
     is_cancelled = False
@@ -216,7 +218,7 @@ def dry_run(pipe: Any, number: int, objective: Callable[[Ask], object], device: 
         _end_soon()
         raise _Cancelled
 
-    found = capture_or_error(lambda: objective(ask), device, spares=spares, seal=seal)
+    found = capture_or_error(lambda: objective(ask), device, options=options, seal=seal)
     if is_cancelled:
         return
     try:
@@ -241,13 +243,18 @@ def child_sealed(keep: Collection[int], *, network: bool) -> Iterator[Seal]:
         yield seal
 
 
-def capture_or_error(run: Callable[[], object], device: Device, *, spares: bool, seal: Seal) -> CapturedTrial | Exception:
-    """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails."""
+def capture_or_error(
+    run: Callable[[], object], device: Device, *, options: Mapping[str, bool], seal: Seal
+) -> CapturedTrial | Exception:
+    """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails.
+
+    The ``options`` are those of :func:`perfguard.capture.trial.capture`.
+    """
 
     def show() -> CapturedTrial:
         from perfguard.capture.trial import capture
 
-        return capture(run, device, spares=spares)
+        return capture(run, device, spares=options["spares"], replays=options["replays"])
 
     return shown(show, seal, "captured")
 

@@ -94,6 +94,8 @@ class DryRuns:
         self._num_runs = 0
         self._remembered = Remembered(most_failed=most_failed)
         self._spares = spares
+        self._replays: bool | None = None
+        """Whether a loop may be counted without its model. None: it may, until an error may come from that."""
         self._network = network
         self.may_stand_in: Callable[[CapturedTrial], bool] | None = None
         """Returns whether a captured trial may stand in for one alike, so that no dry run is made. None: none may."""
@@ -205,16 +207,19 @@ class DryRuns:
             return False
 
         def varied(*, spares: bool) -> CapturedTrial | Exception:
-            order = iter(answers.values())
+            order = [*answers.values()]
+            varied_answers: dict[str, Answer] = {}
 
             def answer(*question: Any) -> Answer:
-                found = next(order)
+                if len(varied_answers) == len(order):
+                    raise StopIteration
+                found = order[len(varied_answers)]
                 if question and question[0] != found.name:  # it goes another way
                     raise StopIteration
                 return found if found.other is None else found._replace(value=found.other)
 
             try:
-                return self._run(answer, {}, spares=spares)
+                return self._run(answer, varied_answers, spares=spares)
             except StopIteration as more:  # it has more parameters then
                 return more
 
@@ -228,16 +233,32 @@ class DryRuns:
         return isinstance(again, Exception) or again.steps != captured.steps
 
     def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
-        """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones."""
+        """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones.
+
+        A loop that has raised an error while it was counted without its model is dry-run with it, once: it may have looked at
+        what only a model does.
+        """
+        found = self._run_once(answer, answers, spares=spares)
+        if isinstance(found, Exception) or not found.may_be_lost or self._replays is not None:
+            return found
+        answers.clear()
+        self._replays = False
+        whole = self._run_once(answer, answers, spares=spares)
+        self._replays = isinstance(whole, Exception) or bool(whole.unseen)  # then the error has another reason
+        return whole
+
+    def _run_once(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
         try:
-            return self._converse(answer, answers, spares=spares)
+            return self._converse(answer, answers, {"spares": spares, "replays": self._replays is not False})
         finally:
             if self._spawned is not None:
                 self.close()
                 with suppress(CaptureError):  # the next one loads while the trial runs
                     self.start()
 
-    def _converse(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
+    def _converse(
+        self, answer: Callable[..., Answer], answers: dict[str, Answer], options: Mapping[str, bool]
+    ) -> CapturedTrial | Exception:
         try:
             self.start()
             if self._spawned is not None:
@@ -249,7 +270,7 @@ class DryRuns:
         self._num_runs += 1
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
         try:
-            pipe.send(("run", (self._num_runs, most_s, spares)))
+            pipe.send(("run", (self._num_runs, most_s, options)))
             while True:
                 if problem := self._await_word(pipe, began, most_s):
                     self.close()
@@ -319,12 +340,12 @@ def _serve(
             request, content = pipe.recv()
             if request != "run":  # for a child that has ended by itself
                 continue
-            number, most_s, spares = content
+            number, most_s, options = content
             child = fork(keeps_autograd=keeps_autograd)
             if not child:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 with child_sealed([pipe.fileno()], network=network) as seal:
-                    dry_run(pipe, number, objective, device, spares=spares, seal=seal)
+                    dry_run(pipe, number, objective, device, options=options, seal=seal)
                 os._exit(HAS_SENT)
             problem = await_child(child, most_s, most_bytes, parent)
             end_orphans()  # processes that the objective has started

@@ -120,6 +120,13 @@ def copied(sample: Any) -> Any:
     return copy.deepcopy(sample, memo)
 
 
+def _shared(batch: Any) -> Any:
+    """Return a batch that has containers and shapes of its own, and shares the bytes of its tensors."""
+    return copy.deepcopy(
+        batch, {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in _tensors_of(batch)}
+    )
+
+
 def _tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
     with torch._C.DisableTorchFunction():  # the modes of a dry run cost more than what is asked here
         seen = look_at(value)
@@ -225,14 +232,13 @@ class Samples:
         with torch._C.DisableTorchFunction():
             seen = look_at(batch)
         if seen is not None and not seen.is_on_device:
-            self._batches[key] = batch
+            with suppress(Exception):  # what cannot be copied is made again
+                self._batches[key] = _shared(batch)
 
     def batch_again(self, key: Hashable) -> Any:
         """Return a batch that was kept, in containers of its own. None: none was."""
         batch = self._batches.get(key)
-        if batch is None:
-            return None
-        return copy.deepcopy(batch, {id(tensor): tensor for tensor in _tensors_of(batch)})
+        return None if batch is None else _shared(batch)
 
     def again(self, number: int) -> Any:
         """Return a sample that was read, in the place of sample ``number``. It is not to be changed."""

@@ -6,7 +6,8 @@
     the step of an optimizer        calls its hooks and its closure
 
 A forward pass that was not seen before runs as it is. If it has gradients, its whole step does, so larger inputs are seen. The
-rest of the loop runs as it always does, and so do loops whose backward passes have hooks of their own.
+rest of the loop runs as it always does, and so do loops whose backward passes have hooks of their own. A loop that looks at what
+only a model does, such as the gradient of an input, raises an error. Then :class:`perfguard.capture.DryRuns` begins once more.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Replay:
         self.follow: Callable[[], object] = lambda: None
         """Lets the calls of models come here."""
         self._is_on = False
+        self.has_begun = False
+        """Whether the loop was ever replayed."""
         self._is_whole = False
         """Whether this step runs as it is."""
         self.num_whole = 0
@@ -91,6 +94,7 @@ class Replay:
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replay from now on, after a step of these ``optimizers``."""
         self._is_on = True
+        self.has_begun = True
         self._is_whole = False
         self._leave_out_steps(optimizers)
 
@@ -197,10 +201,16 @@ def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hooks_alone(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """A step that calls its hooks and its closure. The optimizer that has it is not kept alive by it."""
+    """A step that calls its hooks and its closure. The optimizer that has it is not kept alive by it.
+
+    A learning rate scheduler that is made meanwhile finds it wrapped as by another scheduler. It wraps bound methods alone.
+    """
 
     def step(self: Any, closure: Any = None, *_: Any, **__: Any) -> Any:
+        self._opt_called = True
         return closure() if callable(closure) else None
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-    return lambda *args, **kwargs: hooked(reference(), *args, **kwargs)
+    alone: Any = lambda *args, **kwargs: hooked(reference(), *args, **kwargs)  # noqa: E731
+    alone._wrapped_by_lr_sched = True  # as `_opt_called` above, private to torch.optim.lr_scheduler
+    return alone  # type: ignore[no-any-return]

@@ -209,8 +209,8 @@ def _make_dry_run(pipe: Connection, seal: Seal) -> None:
         words = f"{type(error).__name__}: {error}"
         problem = CaptureError(f"a new process cannot load the objective ({words}). Describe what trials run: build=...")
     pipe.send((problem, os.getpid()))
-    _, (number, _, spares) = inbox.get()
-    dry_run(SimpleNamespace(send=pipe.send, recv=inbox.get), number, objective, device, spares=spares, seal=seal)
+    _, (number, _, options) = inbox.get()
+    dry_run(SimpleNamespace(send=pipe.send, recv=inbox.get), number, objective, device, options=options, seal=seal)
 
 
 def _listen(pipe: Connection, inbox: SimpleQueue[Any]) -> None:

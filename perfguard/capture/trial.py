@@ -82,6 +82,7 @@ def capture(
     *,
     most_seconds: float = 5.0,
     spares: bool = True,
+    replays: bool = True,
     blanks: Blanks | None = None,
 ) -> CapturedTrial:
     """Run an objective without computing anything, and return what its trial would run on ``device``.
@@ -94,6 +95,7 @@ def capture(
         device: the guarded device.
         most_seconds: how long to look for the end of the trial after its third step.
         spares: give all batches for up to a second, before loaders are cut short.
+        replays: count the loop without its model, once its first steps were seen.
         blanks: decides which tensors of the host have no data. None: by its defaults.
 
     Raises:
@@ -101,16 +103,18 @@ def capture(
         TooLargeError: if a tensor of it has more bytes than PyTorch can count, or than the system has addresses. If ``device`` is
             the CPU, also if what it makes beside the model has more bytes than the memory.
     """
-    with watching(device, most_seconds=most_seconds, spares=spares, blanks=blanks) as watch:
+    with watching(device, most_seconds=most_seconds, spares=spares, replays=replays, blanks=blanks) as watch:
         run()
     return watch.captured()
 
 
 @contextmanager
-def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True, blanks: Blanks | None = None) -> Iterator[Watch]:
+def watching(
+    device: Device, *, most_seconds: float = 5.0, spares: bool = True, replays: bool = True, blanks: Blanks | None = None
+) -> Iterator[Watch]:
     """Run the block on the stage. The arguments are those of :func:`capture`. An error after the second step ends the block."""
     target = target_of(device)
-    watch = Watch(device, DevicePaths(target), most_seconds, spares, blanks)
+    watch = Watch(device, DevicePaths(target), most_seconds, spares=spares, replays=replays, blanks=blanks)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(gc_paused())
@@ -125,14 +129,21 @@ def watching(device: Device, *, most_seconds: float = 5.0, spares: bool = True, 
         except Exception as error:
             if len(watch.marks) < 2 or isinstance(error, TooLargeError):
                 raise
-            watch.unseen = watch.unseen or f"{type(error).__name__}: {error}"
+            watch.fail(error)
 
 
 class Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
     def __init__(
-        self, device: Device, paths: DevicePaths, most_seconds: float, spares: bool, blanks: Blanks | None = None
+        self,
+        device: Device,
+        paths: DevicePaths,
+        most_seconds: float,
+        *,
+        spares: bool,
+        replays: bool = True,
+        blanks: Blanks | None = None,
     ) -> None:
         self._device = device
         self._paths = paths
@@ -141,6 +152,7 @@ class Watch:
         self.host = HostTensors(device, self._recorder, blanks)
         self._stops = Stops()
         self.host.values.on_unknown = self._stops.note_value
+        self._replays = replays
         self._replay = Replay()
         self._placement = Placement(device, self._recorder, self.host, self._replay)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
@@ -151,6 +163,7 @@ class Watch:
         """For the steps after the third, and again for those that are replayed. None: these have not begun."""
         self.unseen = ""
         """Why the objective's end was not seen."""
+        self._may_be_lost = False
         self.marks: list[int] = []
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
@@ -428,7 +441,7 @@ class Watch:
 
     def _can_replay(self) -> bool:
         """Whether a loop without its model makes the steps that it makes with it."""
-        if self._ranks.are_many or self._has_engine or self._stages or self._compiled:
+        if not self._replays or self._ranks.are_many or self._has_engine or self._stages or self._compiled:
             return False
         are_of_pytorch = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._numbers)  # not fastai's
         return are_of_pytorch and not has_backward_hooks(self._roots.values())
@@ -526,7 +539,15 @@ class Watch:
         per_epoch, steps = self.loaders.steps(is_over=not unseen)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
-        return CapturedTrial(training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory)
+        may_be_lost = self._may_be_lost and not stop
+        return CapturedTrial(
+            training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Note an error that has ended the objective after its second step."""
+        self._may_be_lost = self._replay.has_begun and not self.unseen
+        self.unseen = self.unseen or f"{type(error).__name__}: {error}"
 
     def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:
         """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""

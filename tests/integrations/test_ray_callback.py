@@ -346,6 +346,30 @@ def test_repair_after_out_of_memory_needs_tune_to_start_trials_again() -> None:
         callback.on_trial_start(0, [], trial)
 
 
+def test_trial_that_ran_out_of_memory_is_not_described_again_if_it_may_not_run_again() -> None:
+    described: list[Mapping[str, Any]] = []
+
+    def counted(config: Mapping[str, Any]) -> Workload:
+        described.append(config)
+        return build(config)
+
+    ledger = guarded(build=counted).ledger
+    ledger.entries["a"] = ledger.judge({"width": 8})
+    ledger.start("a", {"width": 8}, from_checkpoint=False)
+    assert ledger.try_again("a", {"width": 8}) is None
+    assert len(described) == 1
+
+
+def test_clock_that_is_set_back_gives_no_negative_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("perfguard_ray.ledger.time.time", lambda: now[0])
+    ledger = guarded().ledger
+    known = ledger.entries["a"] = ledger.judge({"width": 8})
+    ledger.start("a", {"width": 8}, from_checkpoint=False)
+    now[0] -= 500
+    assert ledger.measurement(known, "failed").total_time_s == 0.0
+
+
 def test_hard_time_limit_counts_all_starts_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial that begins anew has the time that is left, as the second try of an Optuna trial has."""
     now = [1000.0]

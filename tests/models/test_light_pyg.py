@@ -42,3 +42,23 @@ def test_a_package_that_was_imported_before_stays_whole() -> None:
         "print(torch_geometric.datasets is whole)"
     )
     assert found.split() == ["True"]
+
+
+def test_who_looks_at_all_modules_imports_nothing() -> None:
+    """`inspect.getmodule` has imported the data sets in the middle of the import of PyG, which ended with an ImportError."""
+    found = run(
+        "import inspect, sys\n"
+        "from perfguard_models.light_pyg import importing_lazily\n"
+        "with importing_lazily('xml.sax', 'wsgiref'):\n"
+        "    import xml.sax\n"
+        "    hasattr(sys.modules['xml.sax'], '__file__')\n"
+        "    inspect.getmodule(inspect.currentframe(), '<unknown>')\n"
+        "    print('xml.sax.handler' in sys.modules)\n"
+        "    import xml.sax.handler\n"
+        "    print(sys.modules['xml.sax'].__file__ is not None)"
+    )
+    assert found.split() == ["False", "True"]
+
+
+def test_network_is_imported_before_pytorch() -> None:
+    assert run("import perfguard_models.light_pyg, torch\nprint(torch.__name__)").split() == ["torch"]

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from perfguard.devices import Device
-from perfguard.exceptions import BudgetWarning, ConfigurationError, TraceError, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.exceptions import (
+    BudgetWarning,
+    ConfigurationError,
+    LogWarning,
+    TraceError,
+    UnguardedTrialWarning,
+    UntrainedDeviceWarning,
+)
 from perfguard.graph import OpGraph, trace
 from perfguard.guard import Guard
 from perfguard.guard_time import GuardClock
@@ -407,6 +414,9 @@ def test_guard_time_is_kept_with_verdicts_and_reported_when_it_is_too_much(
     assert stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100))
     oracle.memory = 8 * GIB
     assert not stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100)), "it fits, without room"
+    oracle.memory = math.nan
+    with pytest.warns(LogWarning, match="could not compare a trial with one before"):
+        assert not stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100))
     assert guard.stand_ins("another") is None
     guard.strict = True
     assert guard.stand_ins("short") is None

@@ -86,6 +86,7 @@ def test_questions_are_foreseen_if_no_value_has_decided_them() -> None:
     assert given["width"].value == 9
     asked(alike, "width", "depth")
     assert not alike.foresee(answering(9), {}), "one value asks for a rate, another one for a depth"
+    assert alike.nearest({"width": 8, "rate": 8, "depth": 8}) is None
 
 
 @pytest.mark.parametrize("order", [(("width",), ("width", "rate")), (("width", "rate"), ("width",))])

@@ -123,11 +123,13 @@ def test_samples_are_read_anew_where_their_data_set_was_changed() -> None:
 
 def test_a_batch_that_is_given_again_has_containers_of_its_own() -> None:
     samples, _ = samples_of(0.01, lambda number: torch.zeros(3))
-    samples.note_batch("key", {"x": torch.zeros(2, 3), "names": ["a"]})
-    batch = samples.batch_again("key")
-    batch.pop("x")
-    batch["names"].clear()
-    assert samples.batch_again("key")["names"] == ["a"]
+    first = {"x": torch.zeros(2, 3), "names": ["a"]}
+    samples.note_batch("key", first)
+    for batch in (first, samples.batch_again("key")):
+        batch.pop("x").unsqueeze_(0)
+        batch["names"].clear()
+        again = samples.batch_again("key")
+        assert (again["names"], again["x"].shape) == (["a"], (2, 3))
     assert samples.batch_again("other") is None
     samples.note_batch("other", torch.zeros(3, device="meta"))
     assert samples.batch_again("other") is None

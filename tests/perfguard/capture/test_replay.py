@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from perfguard.capture import Answer, DryRuns
 from perfguard.capture.replay import Replay, has_backward_hooks, key_of
 from perfguard.capture.trial import Watch, capture
 from perfguard.devices import resolve_device
@@ -176,6 +177,39 @@ def with_an_average(model: nn.Module, epochs: int) -> None:
         evaluated(average, images(64))
 
 
+def with_batches_that_it_changes(model: nn.Module, epochs: int) -> None:
+    """The user takes parts out of a batch, and changes shapes in place."""
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(epochs):
+        for batch in DataLoader(Named(), 16):
+            y = batch.pop("labels")
+            x = batch["images"].unsqueeze_(0)
+            optimizer.zero_grad()
+            loss_of(model, x[0], y).backward()
+            optimizer.step()
+
+
+class Named(Dataset[Any]):
+    """Images with labels, by name."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"images": torch.randn(3, 8, 8), "labels": index % 10}
+
+
+def with_a_scheduler_for_each_epoch(model: nn.Module, epochs: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(epochs):
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        for x, y in images():
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            scheduler.step()
+
+
 class Loop(NamedTuple):
     """A loop of a user, with its steps in an epoch."""
 
@@ -193,6 +227,8 @@ LOOPS = {
     "with_a_test_at_the_end": Loop(with_a_test_at_the_end),
     "with_larger_images_later": Loop(with_larger_images_later),
     "with_an_average": Loop(with_an_average),
+    "with_batches_that_it_changes": Loop(with_batches_that_it_changes),
+    "with_a_scheduler_for_each_epoch": Loop(with_a_scheduler_for_each_epoch),
 }
 
 
@@ -272,6 +308,49 @@ def test_an_optimizer_that_steps_within_the_backward_pass_is_not_replayed() -> N
     found, num_forwards = seen(run, 12)
     assert found.steps == 120
     assert num_forwards > 12
+
+
+def attacked(ask: Callable[..., Any]) -> None:
+    """Training on images that are changed along their gradients, which no replay has."""
+    model = Model().cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(ask("epochs")):
+        for x, y in images():
+            x = x.cuda().requires_grad_()
+            loss_of(model, x, y).backward()
+            assert x.grad is not None, "no gradient"
+            optimizer.zero_grad()
+            loss_of(model, (x + x.grad.sign()).detach(), y).backward()
+            optimizer.step()
+
+
+def test_a_loop_that_raises_an_error_in_a_replay_is_dry_run_with_its_model() -> None:
+    runs = DryRuns(attacked, A100, spares=False)
+
+    def shown(epochs: int) -> tuple[int | None, str, int]:
+        before = runs._num_runs
+        found = runs.capture(lambda name: Answer(name, epochs))
+        return found.steps, found.unseen, runs._num_runs - before
+
+    try:
+        assert shown(30) == (300, "", 2)
+        assert shown(40) == (400, "", 1), "it is known now"
+    finally:
+        runs.close()
+
+
+def test_an_error_that_is_none_of_the_replay_is_looked_into_once() -> None:
+    def failing(ask: Callable[..., Any]) -> None:
+        plain(Model().cuda(), ask("epochs"))
+        raise ValueError("of the user")
+
+    runs = DryRuns(failing, A100, spares=False)
+    try:
+        found = [runs.capture(lambda name, epochs=epochs: Answer(name, epochs)) for epochs in (30, 40)]
+        assert [(each.steps, each.unseen) for each in found] == [(None, "ValueError: of the user")] * 2
+        assert runs._num_runs == 3
+    finally:
+        runs.close()
 
 
 def test_a_second_optimizer_ends_the_replay() -> None:
