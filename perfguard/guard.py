@@ -754,8 +754,6 @@ class Guard:
             self._costly.add(study)
             words = [f"The guard costs the study {study!r} more than it saves: {summary.cost}."]
             makes_dry_runs = any(source.startswith("captured") for source in summary.sources)
-            if makes_dry_runs and not self.strict:
-                words.append("From now on it makes no dry run of a trial that is like one before, where all budgets have room.")
             words.append("Longer trials make up for its time.")
             if makes_dry_runs:
                 words.append("So does `build=...`, which needs no dry run.")
@@ -767,7 +765,11 @@ class Guard:
         While the guard costs the study more than it saves, a trial may that leaves room under all limits. A strict guard judges
         each trial by its own step.
         """
-        return partial(self._may_stand_in, study=study) if study in self._costly and not self.strict else None
+        if study not in self._costly or self.strict:
+            return None
+        words = f"From now on, no trial of {study!r} is dry-run that is like one before, where all budgets have room."
+        log_once(f"stand-ins of {study}", words)
+        return partial(self._may_stand_in, study=study)
 
     def _may_stand_in(self, captured: CapturedTrial, *, study: str, room: float = 1.5) -> bool:
         """Return whether each limit would hold with a chance of 95% if the trial needed ``room`` times as much."""

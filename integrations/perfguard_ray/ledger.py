@@ -243,8 +243,6 @@ class Ledger:
 
     def found(self, config: Mapping[str, Any]) -> AnyWorkload | Exception:
         """Return what the trial of ``config`` would run, or why that is not known."""
-        if isinstance(self.build, DryRuns):
-            self.build.may_stand_in = self.guard.stand_ins(self.study)
         return self._with_steps(self.guard.describe(self.build, config), config)
 
     def _with_steps(self, found: _Found | Exception, config: Mapping[str, Any]) -> _Found | Exception:

@@ -411,6 +411,7 @@ def test_guard_time_is_kept_with_verdicts_and_reported_when_it_is_too_much(
     assert "dry run" not in message, "these trials are described"
     stands_in = guard.stand_ins("short")
     assert stands_in is not None
+    assert said[1:] == ["From now on, no trial of 'short' is dry-run that is like one before, where all budgets have room."]
     assert stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100))
     oracle.memory = 8 * GIB
     assert not stands_in(CapturedTrial(guard.trace(WORKLOAD), steps=100)), "it fits, without room"
