@@ -41,7 +41,7 @@ class Alike:
         most_operators: the most operators that all their graphs have together.
     """
 
-    def __init__(self, *, most_ratio: float = 1.2, most_trials: int = 128, most_operators: int = 100_000) -> None:
+    def __init__(self, *, most_ratio: float = 1.2, most_trials: int = 64, most_operators: int = 50_000) -> None:
         self._most_ratio = most_ratio
         self._known: LastUsed[Hashable, _Known] = LastUsed(most_trials, most_weight=most_operators, weigh=_num_operators)
         self._questions: dict[Names, tuple[Any, ...]] = {}

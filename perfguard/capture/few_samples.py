@@ -20,14 +20,14 @@ import copy
 import functools
 import time
 import types
-import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Subset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from perfguard.capture.host import NO_LENGTH
 
@@ -306,8 +306,9 @@ class FewSamples:
         self._batches = batches
         self._note_held = note_held
         self._budget = Budget() if budget is None else budget
-        self._of: weakref.WeakKeyDictionary[Any, Samples] = weakref.WeakKeyDictionary()
-        """By the data set, or by the loader of one that cannot be a key, such as a list."""
+        self._of: MutableMapping[Any, Samples] = WeakIdKeyDictionary()
+        """By the data set itself, for a tensor is a data set and equals none; or by the loader of one that cannot be referred to
+        weakly, such as a list."""
 
     @property
     def replays(self) -> bool:

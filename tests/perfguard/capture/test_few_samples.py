@@ -302,3 +302,27 @@ def test_data_on_the_device_are_not_kept() -> None:
 
     data_bytes = 400 * (192 * 4 + 8)
     assert data_bytes < capture(objective, resolve_device("a100")).graph.peak_live_bytes < 2 * data_bytes
+
+
+class _Hostile(TensorDataset):
+    __hash__ = TensorDataset.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("data sets of this class cannot be compared")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.randn(400, 192), lambda: _Hostile(torch.randn(400, 192)), lambda: [*torch.randn(400, 192)]]
+)
+def test_data_sets_are_told_apart_without_being_compared(make: Callable[[], Any]) -> None:
+    def objective() -> None:
+        model = nn.Linear(192, 10)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            for loader in (DataLoader(make(), 40), DataLoader(make(), 40)):
+                for batch in loader:
+                    inputs = batch[0] if isinstance(batch, list) else batch
+                    model(inputs).square().mean().backward()
+                    optimizer.step()
+
+    assert capture(objective, resolve_device("cpu")).steps == 40
