@@ -406,8 +406,9 @@ def longest_batches(
 ) -> tuple[str, list[Any]]:
     """Return the longest batches that ``loader`` can make, with their name. ("", []): all samples are alike, or cannot be seen.
 
-    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set. If it does not pad, their
-    lengths add up, and the largest hardly ever meet. Then it gets the largest of as many random batches as three epochs have.
+    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set and looked at in a random
+    order after both ends: a data set may be sorted, and be slow. If it does not pad, their lengths add up, and the largest
+    hardly ever meet. Then it gets the largest of as many random batches as three epochs have.
     Where a sampler makes batches of different numbers of samples, these are looked through.
     """
     size = samples_in_batch(loader)
@@ -420,13 +421,15 @@ def longest_batches(
     with _disable_current_modes():
         if size is None:
             return _longest_of_sampler(loader, most_samples, ends_at)
-        for index in range(0, len(data), max(1, len(data) // number)):
+        spread = range(0, len(data), max(1, len(data) // number))
+        in_turn = random.Random(0).sample(spread, len(spread))
+        for index in dict.fromkeys([*spread[:1], *spread[-1:], *in_turn]):  # one that is sorted has its longest at an end
             sizes[index] = _size_of(read[index])
             if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
                 break
         if len(set(sizes.values())) < 2:
             return "", []
-        largest = sorted(sizes, key=lambda index: sizes[index], reverse=True)
+        largest = sorted(sorted(sizes), key=lambda index: sizes[index], reverse=True)
         chosen = [*itertools.islice(itertools.cycle(largest), size)]
         mixed, equal = (_size_of(loader.collate_fn([read[largest[0]], read[other]])) for other in (largest[-1], largest[0]))
         if mixed < equal:

@@ -1,13 +1,14 @@
 """Replay: once the steps that are judged were seen, the user's loop goes on without its model, to be counted to its end.
 
-    the forward pass of a model     returns what it has returned for inputs of the same shapes
+    the forward pass of a model     returns what it has returned for inputs of the same shapes, while the model was as it is
     a backward pass                 leaves the gradients that are there
     `zero_grad`                     is put off
     the step of an optimizer        calls its hooks and its closure
 
-A forward pass that was not seen before runs as it is. If it has gradients, its whole step does, so larger inputs are seen. The
-rest of the loop runs as it always does, and so do loops whose backward passes have hooks of their own. A loop that looks at what
-only a model does, such as the gradient of an input, raises an error. Then :class:`perfguard.capture.DryRuns` begins once more.
+A forward pass that was not seen before runs as it is. If it has gradients, its whole step does, so larger inputs are seen. Where
+the model has changed, two passes do: the second one has beside it what the first has left. The rest of the loop runs as it always
+does, and so do loops whose backward passes have hooks of their own. A loop that looks at what only a model does, such as the
+gradient of an input, raises an error. Then :class:`perfguard.capture.DryRuns` begins once more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,16 +29,27 @@ from perfguard.capture.few_samples import look_at
 from perfguard.graph.shape_rules import empty_twin
 
 Key = tuple[Any, ...]
+_LEAST_RUNS = 2
+"""Forward passes of a model that has changed in a replay, after which these are replayed, too."""
+_PLAIN = int, float, complex, str, bool, type(None)
 
 
-def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Any) -> Key | None:
-    """Return what a forward pass depends on: its module, the mode and the shapes of its inputs. None: nobody can tell.
+def key_of(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    place: Any,
+    *,
+    counters: Collection[tuple[type, str]] = (),
+) -> Key | None:
+    """Return what a forward pass depends on: its module and the state of it, and the shapes of its inputs. None: nobody can tell.
 
     Args:
         module: the model.
         args: its inputs.
         kwargs: its inputs by name.
         place: where in the loop it is. An evaluation of other data is another.
+        counters: attributes of the model that its forward passes change, by their classes and names. They are left out.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:  # `vmap` and `grad` need what depends on their inputs
         return None
@@ -46,7 +59,48 @@ def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return None
     numbers = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, (int, str)))
     modes = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return id(module), modes, inputs.form, numbers, place
+    state = tuple(each for each in _state_of(module) if each[:2] not in counters)
+    return id(module), state, modes, inputs.form, numbers, place
+
+
+def _state_of(module: nn.Module) -> tuple[tuple[Any, ...], ...]:
+    """Return what decides what a module computes, beside its inputs, in each part of it.
+
+    A user may unfreeze layers in a later epoch, add some, train at another resolution, or ask for another output. It is found in
+    the names of the parts, their numbers, texts and switches, and in the shapes of their parameters. Each entry begins with the
+    class of its part and a name. One of a number, a text or a switch has three items.
+    """
+    with torch._C.DisableTorchFunction():
+        return tuple(_entries_of(module))
+
+
+def _entries_of(module: nn.Module) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    seen: set[int] = set()
+    parts = [module]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        kind = type(part)
+        attributes = vars(part)
+        found += [(kind, name, value) for name, value in attributes.items() if _is_plain(value)]
+        parameters = attributes["_parameters"].items()
+        found += [(kind, name, _shape_of(each), each.requires_grad) for name, each in parameters if each is not None]
+        found += [(kind, name) for name in attributes["_modules"]]
+        parts += [each for each in attributes["_modules"].values() if each is not None]
+    return found
+
+
+def _shape_of(parameter: nn.Parameter) -> torch.Size | None:
+    return None if nn.parameter.is_lazy(parameter) else parameter.shape
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a number, a text or a switch, or a tuple of such."""
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and all(type(each) in _PLAIN for each in value))
 
 
 class Replay:
@@ -68,6 +122,10 @@ class Replay:
         self.num_whole = 0
         """Steps that ran as they are, because their inputs were not seen before."""
         self._outputs: dict[Key, tuple[weakref.ref[nn.Module], Any]] = {}
+        self._counters: set[tuple[type, str]] = set()
+        """Attributes of models that their forward passes change."""
+        self._num_runs: Counter[Key] = Counter()
+        """Forward passes that have run, by the beginnings of their keys: the model, its state and its mode."""
         self._put_off: list[Callable[[], object]] = []
         """The latest `zero_grad`."""
         self._gradients: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[torch.Tensor]]]
@@ -104,6 +162,24 @@ class Replay:
             self._run_whole()
             self._is_on = False
 
+    def key_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Any) -> Key | None:
+        """:func:`key_of` without what forward passes change."""
+        return key_of(module, args, kwargs, place, counters=self._counters)
+
+    def run(self, key: Key | None, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Run a ``forward`` pass of a model, and remember it. What it counts is noted: no pass would be like the one before."""
+        if key is None:
+            return forward()
+        before = _state_of(module)
+        output = forward()
+        changed = {each[:2] for each in {*before} ^ {*_state_of(module)} if len(each) == 3}
+        self._counters |= changed
+        identity, state, *others = key
+        key = identity, tuple(each for each in state if each[:2] not in changed), *others
+        self._num_runs[key[:3]] += 1 if self._is_on else _LEAST_RUNS
+        self.remember(key, module, output)
+        return output
+
     def remember(self, key: Key | None, module: nn.Module, output: Any) -> None:
         """Remember what a forward pass has returned, if it consists of tensors of the device."""
         if key is None or (key in self._outputs and self._outputs[key][0]() is module):
@@ -117,17 +193,32 @@ class Replay:
                     twins = copy.deepcopy(output, {id(tensor): _twin_of(tensor) for tensor in seen.tensors})
                     self._outputs[key] = weakref.ref(module), twins
 
+    def forget(self) -> None:
+        """Forget all forward passes, so that the next steps run as they are."""
+        self._outputs.clear()
+        self._num_runs.clear()
+
+    def is_new(self, key: Key | None, module: nn.Module) -> bool:
+        """Whether the loop is replayed, and the forward pass is one that could be known and is not."""
+        return self._is_on and key is not None and self._known(key, module) is None
+
+    def _known(self, key: Key, module: nn.Module) -> tuple[Any] | None:
+        found = self._outputs.get(key)
+        if found is None or found[0]() is not module or self._num_runs.get(key[:3], _LEAST_RUNS) < _LEAST_RUNS:
+            return None
+        return (found[1],)
+
     def output_of(self, key: Key | None, module: nn.Module) -> tuple[Any] | None:
         """Return anew what the forward pass has returned before. None: it is to run, and its step too, if it has gradients."""
         if not self.skips:
             return None
-        found = None if key is None else self._outputs.get(key)
-        if found is not None and found[0]() is module:
+        found = None if key is None else self._known(key, module)
+        if found is not None:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                seen = look_at(found[1])
+                seen = look_at(found[0])
                 assert seen is not None
                 anew = {id(tensor): tensor.clone() for tensor in seen.tensors}  # no leaf, which could not be changed in place
-                return (copy.deepcopy(found[1], anew),)
+                return (copy.deepcopy(found[0], anew),)
         if torch.is_grad_enabled():
             self._run_whole()
         return None

@@ -30,7 +30,7 @@ from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
 from perfguard.capture.ranks import Ranks
-from perfguard.capture.replay import Replay, has_backward_hooks, key_of
+from perfguard.capture.replay import Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.capture.stops import Stops
 from perfguard.capture.trainers import join_trainers
@@ -178,6 +178,8 @@ class Watch:
         """Elements of the largest input of a model so far."""
         self._clean_from: list[int] = []
         """Numbers of operators, after the first steps, where there was no garbage."""
+        self._num_changes = 0
+        """Forward passes, in a loop that is replayed, which nothing before was like."""
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """The optimizers that were made, numbered. The id of one that is gone may be that of the next."""
         self._num_made = itertools.count()
@@ -213,6 +215,7 @@ class Watch:
         replace(torch.optim.Optimizer, "zero_grad", self._as_optimizer)
         replace(nn.Module, "zero_grad", self._as_optimizer)
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
+        replace(torch.optim.Optimizer, "add_param_group", self._noting_groups)
         self._ranks.enter(stack, replace)
         stack.enter_context(self._recorder)
         stack.enter_context(self.host)
@@ -279,6 +282,13 @@ class Watch:
         if is_larger or len(self.marks) < 5:
             self._largest_input = max(self._largest_input, size)
 
+    def _look_at_change(self, *, most: int = 16) -> None:
+        """Collect garbage where a replayed loop has changed: a model has another layer, trains more of them, or computes more."""
+        if self._num_changes < most:  # a model may count its own steps, and each is a change then
+            gc.collect()
+            self._clean_from.append(len(self._recorder.ops))
+            self._num_changes += 1
+
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules:
             self._modules.pop()
@@ -296,12 +306,12 @@ class Watch:
             if not is_outermost:
                 return own(module, *args, **kwargs)
             evaluates = not torch.is_grad_enabled()
-            key = key_of(module, args, kwargs, self.loaders.evaluated_data if evaluates else None)
+            key = self._replay.key_of(module, args, kwargs, self.loaders.evaluated_data if evaluates else None)
             found = self._replay.output_of(key, module)
             if found is None:
-                output = own(module, *args, **kwargs)
-                self._replay.remember(key, module, output)
-                return output
+                if self._replay.is_new(key, module):
+                    self._look_at_change()
+                return self._replay.run(key, module, lambda: own(module, *args, **kwargs))
             self._look_for_more(evaluates, 0)
             self._forwards.append((len(self._recorder.ops), evaluates))
             self.loaders.begin_forward(is_first=False, evaluates=evaluates)
@@ -334,6 +344,15 @@ class Watch:
                 self._forget_models(only_dead=True)
 
         return __init__
+
+    def _noting_groups(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def add_param_group(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            own(optimizer, *args, **kwargs)
+            if self._replay.is_on:  # the next step makes states for more parameters, and the one after it has them
+                self._replay.forget()
+
+        return add_param_group
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         if optimizer not in self._numbers:
@@ -692,6 +711,8 @@ def cut_step(
     for index, life in enumerate(lives):
         kind, name = lasting.get(index, (life.kind, life.name))
         birth, death = life.birth - begin, math.inf if life.death is None else life.death - begin
+        if death < birth:  # a batch that was copied in a replayed part of the loop, and that no operator has read
+            continue
         if index in place and birth <= 0:  # one that is assigned later, as by `parameter.data = ...`, is not there before
             rows.append(((0, place[index]), index, Storage(life.num_bytes, lasting[index][0], -1, number, name)))
         elif birth >= number or death < 0 or (birth < 0 and death < number and after is not None):

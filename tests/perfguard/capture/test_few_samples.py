@@ -123,7 +123,7 @@ def test_samples_are_read_anew_where_their_data_set_was_changed() -> None:
 
 def test_a_batch_that_is_given_again_has_containers_of_its_own() -> None:
     samples, _ = samples_of(0.01, lambda number: torch.zeros(3))
-    first = {"x": torch.zeros(2, 3), "names": ["a"]}
+    first: dict[str, Any] = {"x": torch.zeros(2, 3), "names": ["a"]}
     samples.note_batch("key", first)
     for batch in (first, samples.batch_again("key")):
         batch.pop("x").unsqueeze_(0)

@@ -37,11 +37,15 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
         self.head = nn.Linear(128, 10)
         self.num_forwards = 0
+        self.size = 0
+        self.returns_features = False
 
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> Any:
         self.num_forwards += 1
-        output: torch.Tensor = self.head(self.layers(x))
-        return output * scale
+        x = F.interpolate(x, size=self.size) if self.size else x
+        features = self.layers(x)
+        output: torch.Tensor = self.head(features)
+        return (output * scale, features) if self.returns_features else output * scale
 
 
 def images(number: int = 160, batch: int = 16, size: int = 8) -> DataLoader[Any]:
@@ -210,6 +214,39 @@ def with_a_scheduler_for_each_epoch(model: nn.Module, epochs: int) -> None:
             scheduler.step()
 
 
+def with_a_model_that_changes(
+    change: Callable[[nn.Module, torch.optim.Optimizer], object],
+) -> Callable[[nn.Module, int], None]:
+    """Train a part of a model, and ``change`` it in the last epochs but three, when the loop goes on without it."""
+
+    def run(model: nn.Module, epochs: int) -> None:
+        model.layers.requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters())
+        for epoch in range(epochs):
+            if epoch == epochs - 3:
+                change(model, optimizer)
+            for x, y in images():
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+            evaluated(model, images(64))
+
+    return run
+
+
+def unfreeze(model: nn.Module, _: object) -> None:
+    model.requires_grad_()
+
+
+def add_a_layer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.head = nn.Sequential(nn.Linear(128, 4000).cuda(), nn.Linear(4000, 10).cuda())
+    optimizer.add_param_group({"params": model.head.parameters()})
+
+
+def enlarge(model: Any, _: object) -> None:
+    model.size = 64
+
+
 class Loop(NamedTuple):
     """A loop of a user, with its steps in an epoch."""
 
@@ -264,6 +301,58 @@ def test_the_number_of_forward_passes_does_not_grow_with_the_epochs() -> None:
     (few, num_few), (many, num_many) = seen(plain, 20), seen(plain, 400)
     assert (few.steps, many.steps) == (200, 4000)
     assert num_few == num_many
+
+
+@pytest.mark.parametrize("change", [unfreeze, add_a_layer, enlarge])
+def test_a_model_that_changes_in_a_replayed_loop_is_seen(
+    change: Callable[[nn.Module, torch.optim.Optimizer], object],
+) -> None:
+    """Its largest step is that of a trial in which the model changes early, before the loop is replayed."""
+    run = with_a_model_that_changes(change)
+    (late, num_late), (early, _) = seen(run, 30), seen(run, 5)
+    assert (late.steps, late.unseen) == (300, "")
+    assert num_late < 60
+    assert {name: graph.peak_live_bytes for name, graph in late.phases.items()} == {
+        name: graph.peak_live_bytes for name, graph in early.phases.items()
+    }
+    assert len(late.phases) == 2
+
+
+def test_a_model_that_returns_something_else_in_a_later_epoch_is_replayed_so() -> None:
+    def run(model: Any, epochs: int) -> None:
+        optimizer = torch.optim.Adam(model.parameters())
+        for epoch in range(epochs):
+            model.returns_features = epoch > epochs - 3
+            for x, y in images():
+                optimizer.zero_grad()
+                output = model(x.cuda())
+                loss = F.cross_entropy(output[0], y.cuda()) + output[1].mean() if epoch > epochs - 3 else output.mean()
+                loss.backward()
+                optimizer.step()
+
+    found, _ = seen(run, 30)
+    assert (found.steps, found.unseen) == (300, "")
+
+
+def test_parameters_that_an_optimizer_gets_in_a_replayed_loop_have_states() -> None:
+    """A second step after they were added holds their states, in the place of the gradients of a first one."""
+
+    def run(model: nn.Module, epochs: int) -> None:
+        wide = nn.Linear(10, 100_000).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        whole = nn.Sequential(model, wide)
+        for epoch in range(epochs):
+            if epoch == epochs - 3:
+                optimizer.add_param_group({"params": wide.parameters()})
+            for x, _ in images():
+                whole.zero_grad()
+                whole(x.cuda()).mean().backward()
+                optimizer.step()
+
+    (late, _), (early, _) = seen(run, 30), seen(run, 5)
+    peaks = [max(graph.peak_live_bytes for graph in (found.graph, *found.phases.values())) for found in (late, early)]
+    assert peaks[0] == peaks[1]
+    assert peaks[0] > 1.2 * late.graph.peak_live_bytes
 
 
 def test_steps_that_no_loader_feeds_are_counted_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +490,47 @@ def test_a_forward_pass_is_known_by_the_shapes_of_its_inputs_its_mode_and_its_pl
     others.append(key_of(model.eval(), (x,), {}, None))
     assert key not in others
     assert key_of(model, (iter(()),), {}, None) is None
+
+
+def test_a_forward_pass_is_known_by_the_state_of_its_model_but_not_by_what_it_counts() -> None:
+    model, x = Model(), torch.zeros(2, 3, 8, 8)
+    replay = Replay()
+
+    def key() -> Any:
+        return replay.key_of(model, (x,), {}, None)
+
+    keys = [key()]
+    replay.run(key(), model, lambda: model(x))
+    model.size = 16
+    keys.append(key())
+    model.head.requires_grad_(False)
+    keys.append(key())
+    model.layers.append(nn.Linear(128, 128))
+    keys.append(key())
+    model.layers[1].eval()
+    keys.append(key())
+    model.num_forwards += 1
+    assert len(set(keys)) == 5
+    assert key() == keys[-1]
+    lazy = nn.LazyLinear(3)
+    assert key_of(lazy, (x,), {}, None) == key_of(lazy, (x,), {}, None)
+
+
+def test_a_model_that_has_changed_runs_twice() -> None:
+    model, replay = Model(), Replay()
+    x = torch.zeros(2, 3, 8, 8, device="meta")
+    model.to("meta")
+    outputs: list[Any] = []
+    replay.begin([])
+    for _ in range(4):
+        key = replay.key_of(model, (x,), {}, None)
+        outputs.append(replay.output_of(key, model))
+        if outputs[-1] is None:
+            replay.run(key, model, lambda: model(x))
+            replay.end_step()
+    assert [output is None for output in outputs] == [True, True, False, False]
+    replay.forget()
+    assert replay.is_new(replay.key_of(model, (x,), {}, None), model)
 
 
 def test_what_a_forward_pass_returns_is_new_each_time() -> None:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from perfguard.capture.loaders import longest_batches
 from perfguard.capture.trial import KEPT, LBFGS, capture
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
@@ -832,6 +833,35 @@ def test_steps_of_a_zip_that_was_cut_short_are_not_those_of_its_longest_loader(p
 
     captured = capture(objective, A100, spares=False)
     assert (captured.steps_per_epoch, captured.steps) == (None, None)
+
+
+class _LongAtItsEnd:
+    """A data set of 400 samples, of which the last 40 are long. ``on_read`` is called for each."""
+
+    def __init__(self, on_read: Callable[[], object]) -> None:
+        self._on_read = on_read
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._on_read()
+        return torch.ones(64 if index >= 360 else 16)
+
+
+def test_the_longest_batch_of_a_slow_data_set_is_found_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no time for all samples, so those that are read are spread over the data set."""
+    now = [0.0]
+
+    def tick() -> None:
+        now[0] += 0.02
+
+    monkeypatch.setattr("perfguard.capture.loaders.time.monotonic", lambda: now[0])
+    data: Any = _LongAtItsEnd(tick)
+    collate = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    name, (batch,) = longest_batches(DataLoader(data, 8, collate_fn=collate), lambda collate, samples: collate(samples))
+    assert name == "the longest batch of 100 samples"
+    assert batch.shape == (8, 64)
 
 
 def test_the_step_of_the_longest_batch_is_one_of_a_zip_that_another_loader_ends() -> None:
