@@ -335,11 +335,12 @@ class Loaders:
         size = samples_in_batch(self._trainer)
         return None if size is None else size * self._batches_per_step
 
-    def steps(self, *, is_over: bool) -> tuple[int | None, int | None]:
+    def steps(self, *, is_over: bool, are_counted: bool = False) -> tuple[int | None, int | None]:
         """Return the steps of an epoch and of the trial. None: they are not known.
 
         Args:
             is_over: whether the objective came to its end.
+            are_counted: whether epochs end when the objective has counted enough steps. It has counted those of the dry run.
         """
         if is_over and self._num_epochs == 1:
             self._end_first_epoch(self._num_steps)
@@ -354,7 +355,9 @@ class Loaders:
             return per_epoch, self._num_steps
         if self._are_mixed:
             return None, None
-        return per_epoch, None if per_epoch is None else per_epoch * self._num_epochs
+        if per_epoch is None:
+            return None, None
+        return per_epoch, per_epoch * (math.ceil(self._num_steps / per_epoch) if are_counted else self._num_epochs)
 
     def _steps_per_epoch(self) -> int | None:
         if self._trainer is None or 0 in self._used[:3]:  # several steps for a batch

@@ -1,4 +1,4 @@
-"""Stops: whether a value that no dry run knows ends the training loop, as in `while loss > 0.1`, or in early stopping.
+"""Stops: what ends the training loop, if it is a value that no dry run knows, as in `while loss > 0.1`, or a number of steps.
 
 Such values are 0 in a dry run, so a loop that they end makes another number of steps there. It is found in the user's source: a
 loop around a step has an exit (`while` and its condition, or `break` or `return` in an `if`), and its condition depends on the
@@ -44,6 +44,15 @@ class Stops:
                 if (line := _exit_by_value(loop, values)) is not None:
                     return f"{Path(name).name}:{line}"
         return ""
+
+    def counts_steps(self) -> bool:
+        """Return whether a loop over epochs ends by what the loop over batches within it counts, as `while step < 1000`."""
+        for name in {name for name, _ in self._steps}:
+            loops = _loops_around(name, {line for file, line in self._steps if file == name})
+            for loop in loops:
+                if any(_ends_by_count(loop, within) for within in loops if within is not loop and within in ast.walk(loop)):
+                    return True
+        return False
 
 
 def _places() -> Iterator[_Place]:
@@ -93,6 +102,16 @@ def _exit_by_value(loop: ast.For | ast.While, values: Set[int]) -> int | None:
         if isinstance(node, (ast.If, ast.While)) and ends and depends(node.test) and not _is_no_stop(node.test):
             return node.lineno
     return None
+
+
+def _ends_by_count(loop: ast.For | ast.While, within: ast.For | ast.While) -> bool:
+    counted = {ast.unparse(node.target) for part in within.body for node in ast.walk(part) if isinstance(node, ast.AugAssign)}
+    of_within = {*ast.walk(within)}
+    exits = _exits_of(loop) - of_within
+    tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not exits.isdisjoint(ast.walk(node))]
+    if isinstance(loop, ast.While):
+        tests.append(loop.test)
+    return any(not counted.isdisjoint(_names(test)) for test in tests if test not in of_within)
 
 
 def _exits_of(loop: ast.For | ast.While) -> set[ast.AST]:

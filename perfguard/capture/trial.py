@@ -555,7 +555,7 @@ class Watch:
         phases |= self._largest_beside(judged)
         stop = self._stops.where()
         unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
-        per_epoch, steps = self.loaders.steps(is_over=not unseen)
+        per_epoch, steps = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
         may_be_lost = self._may_be_lost and not stop

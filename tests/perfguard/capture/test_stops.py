@@ -227,6 +227,37 @@ def whatever_ends_a_loop_within() -> None:
                 training.num_bad += 1
 
 
+def until_enough_steps() -> None:
+    training, number = Training(), 0
+    while number < 33:
+        for x, y in training.loader:
+            training.step(x, y)
+            number += 1
+
+
+def until_enough_steps_after_an_epoch() -> None:
+    training, counts = Training(), {"steps": 0}
+    for _ in range(1000):
+        for x, y in training.loader:
+            training.step(x, y)
+            counts["steps"] += 1
+        training.accuracy()
+        if counts["steps"] >= 33:
+            return
+
+
+def until_enough_epochs() -> None:
+    """What is counted within an epoch does not end it."""
+    training, epoch, number = Training(), 0, 0
+    while epoch < 4:
+        for x, y in training.loader:
+            training.step(x, y)
+            number += 1
+            if number > 10**6:
+                return
+        epoch += 1
+
+
 class Trial:
     def report(self, value: float, step: int) -> None: ...
 
@@ -242,9 +273,12 @@ class Trial:
         by_an_entry_with_a_number,
         unless_it_is_no_number,
         whatever_ends_a_loop_within,
+        until_enough_steps,
+        until_enough_steps_after_an_epoch,
+        until_enough_epochs,
         lambda: by_the_pruner(Trial()),
     ],
-    ids=["steps", "trainer", "entry", "no number", "loop within", "pruner"],
+    ids=["steps", "trainer", "entry", "no number", "loop within", "enough", "enough after", "enough epochs", "pruner"],
 )
 def test_other_loops_are_counted(objective: Callable[[], None]) -> None:
     found = in_a_child(objective)
