@@ -294,6 +294,7 @@ class TrialSession:
             measurement = replace(measurement, peak_memory_bytes=None)
         if self.dry_runs is not None:
             self.dry_runs.afford(measurement.total_time_s)
+        self.captured = None  # the tuner's plugin may keep a session that has ended
         ending = self._ending(measurement, is_whole=is_whole)
         if self.verdict.action == "repair" and not self.applies_repair:
             self.guard.warn_once(

@@ -65,8 +65,8 @@ class Remembered:
         self._questions: LastUsed[Hashable, Question] = LastUsed(most_questions)
         self._spaces: LastUsed[tuple[str, ...], _Space] = LastUsed(most_trials)
         self._latest_space: tuple[str, ...] = ()
-        self.alike = Alike(most_trials=most_trials, most_operators=most_operators)
-        """What may stand in for a trial that is not known."""
+        self.alike = Alike(most_trials=most_trials // 2, most_operators=most_operators // 2)
+        """What may stand in for a trial that is not known: the newer half, so what is forgotten above is kept nowhere."""
 
     def foresee(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> Shown | None:
         """Ask as the objective would, until the ``answers``, which are filled in, are known ones. None: a dry run must tell."""
