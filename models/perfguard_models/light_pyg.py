@@ -1,7 +1,8 @@
 """Imports torch_geometric without what its package drags along and messages never use.
 
-`import torch_geometric` imports its data sets, which import Transformers and pandas, and `torch._dynamo`, which imports SymPy and
-Triton. Together they take longer than PyTorch itself (`benchmarks/starting.py`). Here they are imported when somebody uses them.
+`import torch_geometric` imports its data sets, which import Transformers and pandas. Here they are imported when somebody uses them.
+`torch._dynamo`, which it imports too, stays: PyTorch imports it with the first optimizer, and what is imported before a dry run is
+forked need not be imported in each.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def importing_lazily(*names: str) -> Iterator[None]:
 
 with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
     warnings.simplefilter("ignore")
-    # PyTorch imports `torch._dynamo` by itself when it is used.
-    with importing_lazily("torch_geometric.datasets", "torch._dynamo"):
+    with importing_lazily("torch_geometric.datasets"):
         import torch_geometric
         from torch_geometric.nn.conv import MessagePassing
 
