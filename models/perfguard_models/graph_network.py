@@ -27,6 +27,7 @@ Shapes: B steps, R nodes of all steps together, E edges, N launches of the longe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -37,7 +38,10 @@ from torch import Tensor, nn
 from perfguard.graph import Phase
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, EDGE_COLUMNS, HOST_KINDS, NUM_NAMES
 from perfguard_models.learner import Floats
-from perfguard_models.light_pyg import MessagePassing
+
+with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
+    warnings.simplefilter("ignore")
+    from torch_geometric.nn.conv import MessagePassing
 
 NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
 """The operator's, the device's, and whether it is a CPU."""
