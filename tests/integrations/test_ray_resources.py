@@ -102,4 +102,4 @@ def test_tune_gives_a_trial_what_it_asks_for(tmp_path: Path) -> None:
         assert result.metrics is not None
         assert result.config is not None
         assert result.metrics["CPU"] == 1
-        assert result.metrics["memory"] == pytest.approx(result.config["gib"] * GIB, rel=0.05)
+        assert 1 < result.metrics["memory"] / (result.config["gib"] * GIB) < 1.1, "the upper end: equal readings scatter by 5%"
