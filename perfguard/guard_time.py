@@ -13,7 +13,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -38,19 +38,17 @@ class GuardClock:
         self._counted_s = 0.0
         self._thread = threading.local()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block."""
-        ran = self._switch(runs=True)
-        try:
-            yield
-        finally:
-            self._switch(runs=ran)
+        return self._during(runs=True)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave out a ``with`` block, such as the work of the user's sampler in the middle of a dry run."""
+        return self._during(runs=False)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out a ``with`` block, such as the work of the user's sampler in the middle of a dry run."""
-        ran = self._switch(runs=False)
+    def _during(self, *, runs: bool) -> Iterator[None]:
+        ran = self._switch(runs=runs)
         try:
             yield
         finally:

@@ -142,9 +142,7 @@ class TrialSession:
             self.rejected_before = known
             decision = Decision("", known.verdict, study=self.study)
             if logs_repeats:
-                decision = self.guard.record(
-                    known.verdict, study=self.study, trial=self.number, params=params, trial_id=self.trial_id
-                )
+                decision = self._record(known.verdict, params)
             return self._keep(decision)
         if may_wait and self.dry_runs is not None and isinstance(found, CaptureError) and self.dry_runs.judges_late(found):
             self.problem = found
@@ -206,6 +204,9 @@ class TrialSession:
             ran_out=ran_out,
         )
         return self.decision
+
+    def _record(self, verdict: Verdict, params: Mapping[str, Any]) -> Decision:
+        return self.guard.record(verdict, study=self.study, trial=self.number, params=params, trial_id=self.trial_id)
 
     def _keep(self, decision: Decision) -> Decision:
         self.decision = decision
@@ -274,7 +275,7 @@ class TrialSession:
         """Log that the trial has ended before it showed a first forward pass. Why it has waited is its verdict."""
         verdict = self.verdict
         self.problem = None
-        return self._keep(self.guard.record(verdict, study=self.study, trial=self.number, params=params, trial_id=self.trial_id))
+        return self._keep(self._record(verdict, params))
 
     def note_of(self, note: str) -> str:
         """Return the note of a measurement. That of a trial which was cut short says so if its pace has ended it."""

@@ -152,9 +152,7 @@ class Batches:
         return few.index_select(dim, torch.arange(like.shape[dim], device="cpu") % few.shape[dim])
 
 
-def told(
-    few: Sequence[tuple[int, Any]], number: int, make: Callable[[torch.Tensor, torch.Tensor, int | None], torch.Tensor]
-) -> Any:
+def told(few: Sequence[tuple[int, Any]], number: int, make: Repeat) -> Any:
     """Return the batch of ``number`` samples, told from two batches with the numbers of their samples.
 
     Args:

@@ -39,8 +39,8 @@ class Stops:
     def where(self) -> str:
         """Return the file and the line of the condition by which a value ends the loop. Empty: there is none."""
         for name in sorted({name for name, _ in self._steps}):
-            steps, values = ({line for file, line in places if file == name} for places in (self._steps, self._values))
-            for loop in _loops_around(name, steps) if values else ():
+            values = {line for file, line in self._values if file == name}
+            for loop in self._loops_in(name) if values else ():
                 if (line := _exit_by_value(loop, values)) is not None:
                     return f"{Path(name).name}:{line}"
         return ""
@@ -48,11 +48,14 @@ class Stops:
     def counts_steps(self) -> bool:
         """Return whether a loop over epochs ends by what the loop over batches within it counts, as `while step < 1000`."""
         for name in {name for name, _ in self._steps}:
-            loops = _loops_around(name, {line for file, line in self._steps if file == name})
+            loops = self._loops_in(name)
             for loop in loops:
                 if any(_ends_by_count(loop, within) for within in loops if within is not loop and within in ast.walk(loop)):
                     return True
         return False
+
+    def _loops_in(self, name: str) -> list[ast.For | ast.While]:
+        return _loops_around(name, {line for file, line in self._steps if file == name})
 
 
 def _places() -> Iterator[_Place]:
