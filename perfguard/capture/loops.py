@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from perfguard.graph.libraries import Replace
-from perfguard.graph.op import Op, Phase
-from perfguard.graph.recorder import Life, live_bytes
+from perfguard.graph.op import Life, Op, Phase
+from perfguard.graph.recorder import live_bytes
 
 ITERATIONS = 4
 """Enough to see what an iteration adds: the first may make what lasts, and whoever fetches ahead begins one later."""

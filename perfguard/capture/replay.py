@@ -121,6 +121,10 @@ class Replay:
         """Whether this step runs as it is."""
         self.num_whole = 0
         """Steps that ran as they are, because their inputs were not seen before."""
+        self.leaves_out = False
+        """Whether a micro-batch is left out (`micro_batches.py`), in a loop that is not replayed."""
+        self.num_backward = 0
+        """Backward passes that have begun."""
         self._outputs: dict[Key, tuple[weakref.ref[nn.Module], Any]] = {}
         self._counters: set[tuple[type, str]] = set()
         """Attributes of models that their forward passes change."""
@@ -212,16 +216,25 @@ class Replay:
         """Return anew what the forward pass has returned before. None: it is to run, and its step too, if it has gradients."""
         if not self.skips:
             return None
-        found = None if key is None else self._known(key, module)
-        if found is not None:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                seen = look_at(found[0])
-                assert seen is not None
-                anew = {id(tensor): tensor.clone() for tensor in seen.tensors}  # no leaf, which could not be changed in place
-                return (copy.deepcopy(found[0], anew),)
-        if torch.is_grad_enabled():
+        found = self.known_output(key, module)
+        if found is None and torch.is_grad_enabled():
             self._run_whole()
-        return None
+        return found
+
+    def knows(self, key: Key, module: nn.Module) -> bool:
+        """Whether it is known what the forward pass returns."""
+        return self._known(key, module) is not None
+
+    def known_output(self, key: Key | None, module: nn.Module) -> tuple[Any] | None:
+        """Return anew what the forward pass has returned before. None: it is not known."""
+        found = None if key is None else self._known(key, module)
+        if found is None:
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            seen = look_at(found[0])
+            assert seen is not None
+            anew = {id(tensor): _anew(tensor) for tensor in seen.tensors}
+            return (copy.deepcopy(found[0], anew),)
 
     def put_off(self, zero_grad: Callable[[], object]) -> None:
         """Note a `zero_grad` that a step which runs as it is begins with."""
@@ -231,6 +244,11 @@ class Replay:
         """Note which parameters of an ``optimizer`` have gradients in a step that runs as it is."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._gradients[optimizer] = [weakref.ref(parameter) for parameter in parameters if parameter.grad is not None]
+
+    def skips_backward(self, *, returns: bool) -> bool:
+        """Whether a backward pass is left out. Of a micro-batch that is, it runs up to the model, and frees what it has read."""
+        self.num_backward += 1
+        return self.skips or (self.leaves_out and returns)
 
     def backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, returns: bool) -> Any:
         """Return gradients of inputs, if a backward pass ``returns`` them. Otherwise parameters have theirs after it."""
@@ -289,6 +307,26 @@ def has_backward_hooks(models: Iterable[nn.Module]) -> bool:
 def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on meta that is like ``tensor``, and that no recorder has seen."""
     return empty_twin(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+class _Output(torch.autograd.Function):
+    """A copy of a tensor, at which a backward pass ends."""
+
+    @staticmethod
+    def forward(_: Any, begins: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: Any) -> tuple[None, None]:
+        return None, None
+
+
+def _anew(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on meta. It has a gradient if ``tensor`` has, and is no leaf, which could not be changed in place."""
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor.detach().clone()
+    found: torch.Tensor = _Output.apply(torch.empty((), device="cpu", requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
+    return found
 
 
 def _hooks_alone(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., Any]:

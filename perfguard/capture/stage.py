@@ -312,7 +312,7 @@ class Placement(TorchFunctionMode):
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
-        if func in _BACKWARD and self._replay.skips:
+        if func in _BACKWARD and self._replay.skips_backward(returns=func is torch.autograd.grad):
             return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
         if func in _BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers

@@ -29,17 +29,18 @@ from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
+from perfguard.capture.micro_batches import MicroBatches
 from perfguard.capture.ranks import Ranks
-from perfguard.capture.replay import Replay, has_backward_hooks
+from perfguard.capture.replay import Key, Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.capture.stops import Stops
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
 from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
-from perfguard.graph.op import Op, Phase, Storage, StorageKind
+from perfguard.graph.op import Life, Op, Phase, Storage, StorageKind
 from perfguard.graph.opgraph import OpGraph
-from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, live_bytes, tensors_in
+from perfguard.graph.recorder import Recorder, kind_by_lifetime, live_bytes, tensors_in
 from perfguard.graph.selections import GENERATED, GROUPED_PRODUCTS
 from perfguard.graph.trace import DATA_PARALLEL, unmodelled
 from perfguard.pytorch import (
@@ -154,6 +155,7 @@ class Watch:
         self.host.values.on_unknown = self._stops.note_value
         self._replays = replays
         self._replay = Replay()
+        self._micro_batches = MicroBatches(self._recorder, self._replay, self.host.batches)
         self._placement = Placement(device, self._recorder, self.host, self._replay)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
@@ -259,6 +261,10 @@ class Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
         evaluates = not torch.is_grad_enabled()
+        if not evaluates and not self._replay.is_on:
+            self._micro_batches.begin(id(module))
+            if self._micro_batches.are_many:
+                self._replay.follow_calls()
         self._look_for_more(evaluates, sum(tensor.numel() for tensor in tensors_in(args)))
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
@@ -307,7 +313,7 @@ class Watch:
                 return own(module, *args, **kwargs)
             evaluates = not torch.is_grad_enabled()
             key = self._replay.key_of(module, args, kwargs, self.loaders.evaluated_data if evaluates else None)
-            found = self._replay.output_of(key, module)
+            found = self._replay.output_of(key, module) if self._replay.is_on else self._left_out(key, module, evaluates)
             if found is None:
                 if self._replay.is_new(key, module):
                     self._look_at_change()
@@ -318,6 +324,26 @@ class Watch:
             return found[0]
 
         return __call__
+
+    def _left_out(self, key: Key | None, module: nn.Module, evaluates: bool) -> tuple[Any] | None:
+        """Return what a forward pass returns that is a part of a micro-batch which is left out. None: it is to run."""
+        micro_batches = self._micro_batches
+        if micro_batches.is_within() or (self._replay.leaves_out and evaluates):
+            found = micro_batches.output_of(key, module)
+            if found is None:
+                self._fail_unseen("a micro-batch is another than those before it")
+            return found
+        if not evaluates and not self._open_steps and micro_batches.may_leave_out(key, module) and self._can_replay():
+            micro_batches.leave_out()
+            return micro_batches.output_of(key, module)
+        micro_batches.key = key
+        if self._replay.leaves_out:
+            micro_batches.go_on()
+        return None
+
+    def _fail_unseen(self, why: str) -> None:
+        self._may_be_lost = True
+        self._end(why)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [named for root in self._roots.values() for named in root.named_parameters()]
@@ -392,6 +418,9 @@ class Watch:
         return (optimizer, closed), kwargs
 
     def _begin_update(self, optimizer: Any) -> None:
+        is_seen = self._replay.is_on or self._micro_batches.end_step()
+        if not is_seen and len(self.marks) < 5:  # later ones are not judged
+            self._fail_unseen("a step has fewer micro-batches than the one before")
         if len(self.marks) >= 2:
             self._replay.note_gradients(optimizer)
         self._recorder.mark_gradients(self._named_parameters())
@@ -558,7 +587,8 @@ class Watch:
         per_epoch, steps = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
-        may_be_lost = self._may_be_lost and not stop
+        was_whole = len(self.marks) > 1 or not self._micro_batches.are_left_out  # the last micro-batch of the first step is not
+        may_be_lost = (self._may_be_lost and not stop) or not was_whole
         return CapturedTrial(
             training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
         )

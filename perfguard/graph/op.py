@@ -65,3 +65,16 @@ class Storage(NamedTuple):
     death: int
     module: str
     """Module that allocated it, or the name of the parameter."""
+
+
+class Life(NamedTuple):
+    """What was written down of one storage. Its birth and death are those of :class:`Storage`, over all that was recorded."""
+
+    num_bytes: int
+    kind: StorageKind | None
+    """None: its lifetime decides."""
+    birth: int
+    death: int | None
+    """None: it is still alive."""
+    name: str
+    birth_phase: Phase

@@ -26,7 +26,8 @@ from perfguard.graph.costs import (
     launches_kernel,
     name_of,
 )
-from perfguard.graph.op import Op, Phase, Storage, StorageKind
+from perfguard.graph.op import Life, Op, Phase, Storage, StorageKind
+from perfguard.graph.repetition import Place, Repetition, are_alike
 from perfguard.graph.selections import Selections, is_mask
 from perfguard.graph.shape_rules import META, is_meta, outputs_of
 from perfguard.pytorch import path_inside
@@ -93,19 +94,6 @@ def operator_of(func: torch._ops.OpOverload) -> _Operator:
     return _Operator(name, kind, func.is_view, launches_kernel(name), writes)
 
 
-class Life(NamedTuple):
-    """What was written down of one storage. Its birth and death are those of :class:`Storage`, over all that was recorded."""
-
-    num_bytes: int
-    kind: StorageKind | None
-    """None: its lifetime decides."""
-    birth: int
-    death: int | None
-    """None: it is still alive."""
-    name: str
-    birth_phase: Phase
-
-
 def kind_by_lifetime(birth_phase: Phase, death: int | None, ops: Sequence[Op]) -> StorageKind:
     """Role of a storage of a step, by when it was born and when it dies."""
     if birth_phase is not Phase.FORWARD:
@@ -159,6 +147,12 @@ class Recorder(TorchDispatchMode):
         """Storages that died since the last burial. ``append`` notes them: Ctrl-C within a callback in Python would be lost."""
         self._lives: list[Life] = []
         self._freed_after: int | None = None
+        self._paused: Repetition | None = None
+        """What is written down in the place of what runs. None: what runs is."""
+        self._made_in_pause: dict[int, int] = {}
+        """Storages that were made in a pause, and the number of operators within which one that dies has stood for a copy."""
+        self._foreseen_deaths: dict[int, int] = {}
+        """When storages die whose own death falls into a pause."""
         self.selections = Selections(self.index_of)
 
     def calibrate(self) -> None:
@@ -258,7 +252,54 @@ class Recorder(TorchDispatchMode):
     def lives(self) -> list[Life]:
         """What was written down of each storage, in the order of the indices that operators have."""
         self._bury()
-        return [*self._lives]
+        found = [*self._lives]
+        last = len(self.ops) - 1
+        for index, death in self._foreseen_deaths.items():
+            found[index] = found[index]._replace(death=min(death, last))
+        for index, number in self._made_in_pause.items():
+            life = found[index]
+            if life.death is not None and life.death <= life.birth + number:
+                found[index] = life._replace(num_bytes=0)
+        return found
+
+    @property
+    def place(self) -> Place:
+        """Where the recording stands."""
+        self._bury()
+        return Place(len(self.ops), len(self._lives))
+
+    def repetition(self, start: Place, middle: Place) -> Repetition | None:
+        """Return the repetition of what ran since ``middle``, if that is like what ran from ``start`` on."""
+        end = self.place
+        if not are_alike(self.ops, self._lives, start, middle, end):
+            return None
+        return Repetition(self.ops, self._lives, start, middle, end)
+
+    def pause(self, repetition: Repetition) -> None:
+        """Write down a copy of ``repetition``, and nothing that runs, until :meth:`go_on`.
+
+        What runs meanwhile is like it. So a storage that is made then and soon dies is one of the copy. One that lasts is not.
+        """
+        self._bury()
+        self._paused = repetition
+        self._foreseen_deaths |= repetition.append()
+
+    def go_on(self) -> None:
+        """Write down what runs. What is there takes the place of what the copy has left."""
+        self._bury()
+        assert self._paused is not None
+        candidates: dict[int, list[int]] = {}
+        for index in self._references:
+            if index in self._made_in_pause and index >= self._paused.latest.stop:
+                candidates.setdefault(self._lives[index].num_bytes, []).append(index)
+        there: dict[int, int] = {}
+        for index in self._paused.latest:
+            alike = candidates.get(self._lives[index].num_bytes)
+            if alike and self._foreseen_deaths.get(index, -1) >= len(self.ops):
+                there[index] = alike.pop(0)
+                del self._foreseen_deaths[index], self._made_in_pause[there[index]]
+        self._paused.end(there)
+        self._paused = None
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -316,6 +357,11 @@ class Recorder(TorchDispatchMode):
             return
         inputs, outputs = self._own((args, kwargs)), self._own(out)
         if not inputs and not outputs:
+            return
+        if self._paused is not None:
+            for tensor in (*inputs, *outputs):
+                self.index_of(tensor)
+            self._views = 0
             return
         read = tuple(dict.fromkeys(self.index_of(tensor, birth=self._birth_of_unseen) for tensor in inputs))
         written = tuple(dict.fromkeys(map(self.index_of, outputs)))
@@ -391,6 +437,8 @@ class Recorder(TorchDispatchMode):
         self._lives.append(Life(storage.nbytes(), kind, born, None, name or module, phase))
         reference = self._references[index] = _Reference(storage, self._dead.append)
         reference.address, reference.index = address, index
+        if self._paused is not None:
+            self._made_in_pause[index] = self._paused.num_ops
         return index
 
     def _bury(self) -> None:

@@ -16,8 +16,10 @@ from perfguard.measure.measurement import CudaUse, Reading
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_SCATTER_BYTES = 5 * 2**19
+"""Growth below which nothing is collected: readings of equal runs differ by as much (`benchmarks/resident_set.py`)."""
 _settled_bytes = 0
-"""The resident set after the last collection."""
+"""The smallest resident set between two trials since the last collection."""
 
 
 class CpuProbe:
@@ -50,10 +52,12 @@ class CpuProbe:
             pass  # a GPU is lost
         process = psutil.Process()
         _trim_heap()
-        if abs(process.memory_info().rss - _settled_bytes) > 2**20:
+        left_bytes = process.memory_info().rss
+        if left_bytes - _settled_bytes > _SCATTER_BYTES:
             gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
             _trim_heap()
             _settled_bytes = process.memory_info().rss
+        _settled_bytes = min(_settled_bytes, left_bytes)
         self._base_bytes = self._sampled_peak_bytes = process.memory_info().rss
         if not reset_peak():
             self._sampler = threading.Thread(target=self._sample, name="perfguard-rss", daemon=True)
