@@ -219,6 +219,8 @@ class CapturedTrial:
     """Where the dry run began: at the objective's first line, or in the trial itself, at its first training forward pass."""
     may_be_lost: bool = False
     """Whether an error ended the dry run while its loop was counted without its model, which may be the reason."""
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Where the time of the dry run went: "set-up", "batches", "steps", "counting", "graphs", and "process" for all around it."""
 
     @property
     def mode(self) -> Mode:

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -248,8 +249,13 @@ class DryRuns:
         return whole
 
     def _run_once(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
+        began = time.monotonic()
         try:
-            return self._converse(answer, answers, {"spares": spares, "replays": self._replays is not False})
+            found = self._converse(answer, answers, {"spares": spares, "replays": self._replays is not False})
+            if isinstance(found, Exception) or "process" in found.seconds:  # one that is remembered has its own
+                return found
+            around_s = time.monotonic() - began - sum(found.seconds.values())
+            return replace(found, seconds={**found.seconds, "process": around_s})
         finally:
             if self._spawned is not None:
                 self.close()

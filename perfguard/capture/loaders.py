@@ -27,6 +27,7 @@ from perfguard.capture.few_samples import ReadOnce
 from perfguard.capture.host import NO_LENGTH
 from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
+from perfguard.capture.stopwatch import Stopwatch
 from perfguard.pytorch import objects_of
 
 _FILES = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
@@ -81,13 +82,15 @@ class Loaders:
 
     Args:
         num_operators: counts the operators recorded so far.
+        stopwatch: counts the time in which batches are made.
         seconds_spared: for how many seconds of work batches that show nothing new are given all the same, before the first step
             and after the third: an epoch may end before its loader does, and a metric may ask for as many outputs as there are
             labels.
     """
 
-    def __init__(self, num_operators: Callable[[], int], *, seconds_spared: float) -> None:
+    def __init__(self, num_operators: Callable[[], int], stopwatch: Stopwatch, *, seconds_spared: float) -> None:
         self._num_operators = num_operators
+        self.stopwatch = stopwatch
         self._seconds_spared = seconds_spared
         self._allowance: Allowance | None = None
         """None: that has not begun."""
@@ -236,7 +239,8 @@ class Loaders:
 
     def _longest_batch(self, loader: Any) -> Any:
         if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
-            self.longest, batches = longest_batches(loader, self.make_batch)
+            with self.stopwatch.within("batches"):
+                self.longest, batches = longest_batches(loader, self.make_batch)
             self._num_longest = len(batches)
             self._longest_batches = [batch for batch in batches for _ in range(self._batches_per_step)]
         return self._longest_batches.pop() if self._longest_batches else None

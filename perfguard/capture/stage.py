@@ -467,7 +467,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         loaders.make_batch = batches.make
         few = FewSamples(loaders, batches, host.use.note_held)
         replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaders, few.follow))
-        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders.load, host.use))
+        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaders, host.use))
         replace(RandomSampler, "__iter__", _drawing_of_many)
         replace(torch, "load", lambda own: _loading(own, host.restored, device.kind))
         replace(torch, "Generator", _of_the_host)
@@ -596,7 +596,10 @@ def _read_alone(loader: Any) -> Any:
             setattr(loader, name, value)
 
 
-def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], use: HostUse) -> Any:
+def _reading_really(own: Any, loaders: Loaders, use: HostUse) -> Any:
+    loaded: Callable[[Any, LoaderEvent], Any] = loaders.load
+    stopwatch = loaders.stopwatch
+
     def __next__(self: Any) -> Any:
         loader = getattr(self, "_loader", None)
         if loader is None:
@@ -605,7 +608,7 @@ def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any], use: Ho
             )
         instead = loaded(loader, "asked")
         try:
-            with _disable_current_modes():
+            with _disable_current_modes(), stopwatch.within("batches"):
                 batch = own(self) if instead is None else instead
         except StopIteration:
             loaded(loader, "ended")

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from perfguard.capture.ranks import Ranks
 from perfguard.capture.replay import Key, Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.capture.stops import Stops
+from perfguard.capture.stopwatch import Stopwatch
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
@@ -146,6 +148,7 @@ class Watch:
         replays: bool = True,
         blanks: Blanks | None = None,
     ) -> None:
+        self._stopwatch = Stopwatch()
         self._device = device
         self._paths = paths
         self._modules: list[str] = []
@@ -157,7 +160,7 @@ class Watch:
         self._replay = Replay()
         self._micro_batches = MicroBatches(self._recorder, self._replay, self.host.batches)
         self._placement = Placement(device, self._recorder, self.host, self._replay)
-        self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
+        self.loaders = Loaders(lambda: len(self._recorder.ops), self._stopwatch, seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
         self._most_seconds = most_seconds
@@ -259,6 +262,8 @@ class Watch:
             self._begin_forward(module, args)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if not self._roots:
+            self._stopwatch.enter("steps")
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
         evaluates = not torch.is_grad_enabled()
         if not evaluates and not self._replay.is_on:
@@ -479,11 +484,14 @@ class Watch:
         if can_replay and len(self.marks) >= (5 if is_fed else 3):
             self._allowance = Allowance(self._most_seconds)
             self.loaders.is_replayed = True
+            self._stopwatch.enter("counting")
             self._replay.begin(optimizer for optimizer, number in self._numbers.items() if number in self._stepped)
         elif not can_replay and not is_fed and len(self.marks) >= 3 + self._makes_buckets_anew:  # which looks through all models
             self._end(_NO_LOADER)
 
     def _end_replay(self) -> None:
+        if self._replay.is_on:
+            self._stopwatch.enter("steps")
         self._replay.end()
         self.loaders.is_replayed = False
 
@@ -558,6 +566,7 @@ class Watch:
             learns = any(op.phase is Phase.BACKWARD for op in self._recorder.ops)
             why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 0`, is left out." if learns else ""
             raise CaptureError(f"The objective made no step of a torch optimizer.{why} Describe what it runs: build=...")
+        self._stopwatch.enter("graphs")
         self._held = self._lasting()
         self._lives = self._recorder.lives()
         kept = [loop.missing(self._recorder.ops, self._lives, self.marks[:5][-1]) for loop in self.loaders.loops]
@@ -589,9 +598,10 @@ class Watch:
         ranks, host_memory = self._ranks.number, self.host.use.memory()
         was_whole = len(self.marks) > 1 or not self._micro_batches.are_left_out  # the last micro-batch of the first step is not
         may_be_lost = (self._may_be_lost and not stop) or not was_whole
-        return CapturedTrial(
+        found = CapturedTrial(
             training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
         )
+        return replace(found, seconds=self._stopwatch.seconds)
 
     def fail(self, error: Exception) -> None:
         """Note an error that has ended the objective after its second step."""
