@@ -203,7 +203,11 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse
     replace(FullyShardedDataParallel, "__init__", _refusing_fsdp1_offload)
     replace(_flat_param.FlatParamHandle, "to_cpu", lambda _: lambda handle: nullcontext())  # gathered weights have no values
     replace(_init_utils, "_need_to_materialize_module", lambda _: lambda *_: (False, False))
-    replace(_init_utils, "_get_compute_device", lambda _: lambda *_: META)
+    replace(
+        _init_utils,
+        "_get_compute_device",
+        lambda _: lambda *_: torch.device(device_kind, 0) if device_kind == "cuda" else torch.device("cpu"),
+    )
     replace(_common_utils._FSDPDeviceHandle, "from_device", lambda own: _of_the_guarded(own, torch.device(device_kind)))
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))

@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
@@ -38,6 +39,7 @@ from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.few_samples import FewSamples
 from perfguard.capture.host import HostUse
+from perfguard.capture.places import answers_of, asked_by, cuda_type_named, cuda_types
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.replay import Replay
 from perfguard.capture.trainers import follow_trainers
@@ -283,6 +285,11 @@ def _is_meta_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
+def _is_named_by_user(device: Any) -> bool:
+    """Whether it is meta and not ours, which is one object."""
+    return device is not META and (device == "meta" if type(device) is str else getattr(device, "type", "") == "meta")
+
+
 class Placement(TorchFunctionMode):
     """Puts on meta what the user's code puts on the guarded device.
 
@@ -299,16 +306,20 @@ class Placement(TorchFunctionMode):
         self._recorder = recorder
         self._host = host
         self._is_cpu = device.kind == "cpu"
+        self._answers = answers_of(device)
         self.in_forward = False
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if type(func) is types.MethodWrapperType and func.__self__ is not _IS_CUDA:  # a property of a tensor, most of all calls
+        answer = self._answers.get(asked_by(func))
+        if answer is not None and len(args) == 1 and args[0].is_meta and not self._recorder.is_forgotten(args[0]):
+            return answer(args[0], sys._getframe(1).f_globals.get("__name__", ""))
+        if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
             return func(*args)
         kwargs = dict(kwargs or {})
-        names_meta = kwargs.get("device") == "meta" and type(kwargs["device"]) is str  # the user's word; ours are devices
+        names_meta = _is_named_by_user(kwargs.get("device"))
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
@@ -324,6 +335,8 @@ class Placement(TorchFunctionMode):
             args = (self._host.values.read(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
             func, args, kwargs = torch.Tensor.to, (source, META), {}
+        elif func is torch.Tensor.type and (dtype := cuda_type_named(args[1] if args[1:] else kwargs.get("dtype"))) is not None:
+            func, args, kwargs = torch.Tensor.to, (source, META, dtype), {}
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
         elif func in _OF_BLANKS and self._host.blanks.has([source]):
@@ -332,8 +345,6 @@ class Placement(TorchFunctionMode):
             return True
         elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
             return source.untyped_storage()._cdata
-        elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
-            return not self._is_cpu
         if is_read and len({tensor.is_meta for tensor in tensors_in((args, kwargs)) if tensor.dim()}) > 1:
             args = tree_map_only(torch.Tensor, self._host.values.read, args)  # a transform with buffers
             kwargs = {**tree_map_only(torch.Tensor, self._host.values.read, kwargs)}
@@ -341,7 +352,7 @@ class Placement(TorchFunctionMode):
         args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
-        makes = self._is_cpu and not is_read and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
+        makes = self._is_cpu and not is_read and func in _device_constructors()
         if makes and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
             kwargs["device"] = META
         out = func(*args, **kwargs)
@@ -358,6 +369,8 @@ class Placement(TorchFunctionMode):
         """Whether a tensor that ``caller`` makes on ``device`` is on the guarded CPU. None: none is named."""
         if caller.f_globals.get("__name__") in _ABOUT_RANKS:
             return False
+        if self._recorder.phase is Phase.OPTIMIZER:  # it makes its states where a parameter is, and counts its steps on "cpu"
+            return type(device) is torch.device and device.type == "cpu"
         return self.in_forward if device is None else torch.device(device).type == "cpu"
 
     @staticmethod
@@ -393,7 +406,6 @@ _OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
-_IS_CUDA = torch.Tensor.is_cuda
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""
 
@@ -473,12 +485,14 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         replace(torch, "Generator", _of_the_host)
         replace(torch.distributions.Distribution, "_validate_args", lambda _: False)  # of values, all of which would be 0
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
+        replace(torch.utils.checkpoint._CheckpointFrame, "check_recomputed_tensors_match", _within_pytorch)
         for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as the device picks them
             module = __import__(name, fromlist=[""])
             for form in ("foreach", "fused") if device.kind == "cuda" else ("fused",):
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
             _pretend_cuda(replace, device)
+            cuda_types(replace)
             replace(torch.UntypedStorage, "data_ptr", _telling_apart)
             for name in ("to", "cuda"):
                 replace(nn.Module, name, lambda own: _noting_moves(own, host.use))
@@ -545,6 +559,17 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
         return own(self, moved, *args, **kwargs)
 
     return _apply
+
+
+def _within_pytorch(own: Any) -> Any:
+    """Run as a part of PyTorch. It compares places with those that its hooks saw, and these run within an operator."""
+
+    @functools.wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return own(*args, **kwargs)
+
+    return run
 
 
 def _telling_apart(own: Any) -> Any:

@@ -230,8 +230,10 @@ class Recorder(TorchDispatchMode):
 
     def is_forgotten(self, tensor: torch.Tensor) -> bool:
         """Whether no bytes are counted for a tensor that has some."""
-        index = self._index_by_address.get(tensor.untyped_storage()._cdata)
-        return index is not None and self._lives[index].num_bytes < tensor.untyped_storage().nbytes()
+        with torch._C.DisableTorchFunction():  # a parameter of a lazy module answers nothing
+            storage = tensor.untyped_storage()
+        index = self._index_by_address.get(storage._cdata)
+        return index is not None and self._lives[index].num_bytes < storage.nbytes()
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` gives its bytes back while it is alive. What it holds later is another storage."""
