@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
-from perfguard.graph.shape_rules import META
 
 if TYPE_CHECKING:
     from perfguard.capture.host import HostUse

@@ -20,7 +20,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from perfguard.capture.blanks import Blanks, on_meta, written_by, zeros_on_host
 from perfguard.capture.collated import Batches
+from perfguard.capture.cuda import missing_functions, pretend_cuda
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.few_samples import FewSamples
@@ -46,7 +47,7 @@ from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import without_overrides
-from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
+from perfguard.graph.libraries import libraries_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, operator_of, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
@@ -317,7 +318,8 @@ class Placement(TorchFunctionMode):
         if answer is not None and len(args) == 1 and args[0].is_meta and not self._recorder.is_forgotten(args[0]):
             return answer(args[0], sys._getframe(1).f_globals.get("__name__", ""))
         if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
-            return func(*args)
+            is_moved = func == _SET_DATA and args[0].is_meta is not args[1].is_meta
+            return _set_data(*args) if is_moved else func(*args)
         kwargs = dict(kwargs or {})
         names_meta = _is_named_by_user(kwargs.get("device"))
         if func is torch.device:
@@ -406,8 +408,21 @@ _OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Assign `tensor.data` across devices, which PyTorch does not do to meta and back. What is on the stage stays there."""
+    if tensor.is_meta:
+        tensor.data = empty_twin(data)
+        return
+    kind, attributes, requires_grad = type(tensor), dict(vars(tensor)), tensor.requires_grad
+    torch.utils.swap_tensors(tensor, data.detach())
+    tensor.__class__ = kind
+    vars(tensor).update(attributes)
+    tensor.requires_grad_(requires_grad)
 
 
 def put_on_meta(tensors: Iterable[torch.Tensor]) -> None:
@@ -491,7 +506,8 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
             for form in ("foreach", "fused") if device.kind == "cuda" else ("fused",):
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
-            _pretend_cuda(replace, device)
+            stack.enter_context(missing_functions())
+            pretend_cuda(replace, device)
             cuda_types(replace)
             replace(torch.UntypedStorage, "data_ptr", _telling_apart)
             for name in ("to", "cuda"):
@@ -697,65 +713,3 @@ def _of_the_host(own: Any) -> Any:
 def _stepping_always(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     """Whether gradients overflow is a value; they seldom do."""
     return optimizer.step(*args, **kwargs)
-
-
-class _Nothing:
-    """A stream or an event of CUDA."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: 0.0
-
-    def record_event(self, *_: Any) -> _Nothing:
-        return self
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-# https://developer.nvidia.com/cuda-gpus; of a generation's cards, its large ones.
-_CAPABILITIES = {
-    "Kepler": (3, 7), "Pascal": (6, 0), "Volta": (7, 0), "Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0),
-    "Blackwell": (10, 0),
-}  # fmt: skip
-
-
-def _pretend_cuda(replace: Replace, device: Device) -> None:
-    """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver."""
-    memory, capability = device.memory_bytes, _CAPABILITIES.get(device.architecture, (8, 0))
-    properties = types.SimpleNamespace(
-        name=device.name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=device.num_sms,
-        is_integrated=False,
-    )  # fmt: skip
-    answers: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_name": device.name,
-        "get_device_capability": capability, "get_device_properties": properties, "mem_get_info": (memory, memory),
-        "is_bf16_supported": True, "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None,
-        "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
-        "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "memory_stats": {}, "memory_summary": "",
-        "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None, "_lazy_init": None,
-        "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
-        "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(), "is_current_stream_capturing": False,
-        "current_accelerator": torch.device("cuda"), "current_device_index": 0, "set_device_index": None,
-    }  # fmt: skip
-
-    def answering(answer: Any) -> Callable[[Any], Any]:
-        return lambda _: lambda *_, **__: answer
-
-    for name, answer in answers.items():
-        for module in (torch.cuda, torch.cuda.random, torch.accelerator):
-            replace(module, name, answering(answer))
-    replace(torch.backends.cudnn, "is_acceptable", answering(False))  # it would load cuDNN, to lay out weights of an LSTM
-    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
-        replace(torch.cuda.nvtx, name, answering(0))
-    for name in ("Event", "Stream"):
-        replace(torch.cuda, name, lambda _: _Nothing)
-    current = _Nothing()
-    for module in (torch.cuda, torch.accelerator):
-        for name in ("current_stream", "default_stream"):
-            replace(module, name, lambda _: lambda *_, **__: current)
-        for name in ("stream", "device", "device_index"):
-            replace(module, name, lambda _: lambda *_, **__: nullcontext())

@@ -140,3 +140,35 @@ def test_a_legacy_type_is_the_default_of_what_names_no_device() -> None:
             torch.set_default_device(None)
 
     assert capture(objective, A100).steps == 3
+
+
+class _WithData(nn.Module):
+    """Weights that are assigned as data of the host, before the module is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.weight.data = torch.eye(8)
+        self.late = nn.Parameter(torch.empty(0))
+        self.late.data = torch.zeros(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.late
+
+
+def test_data_of_the_host_are_assigned_to_a_parameter_and_data_of_the_device_to_a_tensor_of_the_host() -> None:
+    def objective() -> None:
+        model = _WithData().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            x = torch.zeros(2)
+            x.note = "kept"  # type: ignore[attr-defined]
+            x.data = torch.ones(4, 8, device="cuda")
+            assert x.is_cuda
+            assert x.note == "kept"  # type: ignore[attr-defined]
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    storages = capture(objective, A100).graph.storages
+    assert sorted(one.num_bytes for one in storages if one.kind is StorageKind.PARAMETER) == [32, 96, 256]
