@@ -1,4 +1,4 @@
-"""Libraries ask PyTorch about CUDA as they are imported. A build for the CPU lacks what they name, and must not end the dry run."""
+"""Libraries ask PyTorch about CUDA as they are imported. A build for the CPU lacks what they name, and a dry run has it."""
 
 from __future__ import annotations
 
