@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from perfguard.graph.libraries import Replace
 
-if TYPE_CHECKING:
-    from perfguard.devices import Device
-
 Answer = Callable[[torch.Tensor, str], object]
 """``answer(tensor, module)`` is what ``tensor`` says to code of a ``module``."""
 
 
-def answers_of(device: Device) -> Mapping[Any, Answer]:
-    """Return what a tensor on ``device`` says of its place, by the property or the function that asks."""
-    is_cpu = device.kind == "cpu"
-    place = torch.device("cpu") if is_cpu else torch.device("cuda", 0)
+def answers_of(place: torch.device) -> Mapping[Any, Answer]:
+    """Return what a tensor at ``place`` says of it, by the property or the function that asks."""
+    is_cpu = place.type == "cpu"
     number = -1 if is_cpu else 0
     return {
         torch.Tensor.device: lambda *_: place,

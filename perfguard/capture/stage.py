@@ -20,7 +20,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -253,6 +253,23 @@ class HostTensors(TorchDispatchMode):
             return type(value)(map(self._with_twins, value))
         return {key: self._with_twins(item) for key, item in value.items()} if type(value) is dict else value
 
+    def move(self, tensor: torch.Tensor) -> None:
+        """Put a tensor of the host on the device. It stays the same object, unless something else holds on to it."""
+        if tensor.is_meta or not tensor.is_floating_point() or not tensor.is_leaf:
+            return
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), suppress(RuntimeError):
+            _set_data(tensor, self._twin(tensor))
+
+    def with_gradients_on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a backward pass with twins of gradients of the host, such as `torch.ones(4, 1)`."""
+
+        def twin(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.is_meta or tensor.requires_grad or not tensor.dim() else self._twin(tensor)
+
+        if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            return args, kwargs
+        return tree_map_only(torch.Tensor, twin, args), tree_map_only(torch.Tensor, twin, kwargs)
+
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         _refuse_sparse(tensor.layout)
         views = self._twins.setdefault(tensor.untyped_storage(), {})
@@ -286,6 +303,13 @@ def _is_meta_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
+def _is_gpu(value: Any) -> bool:
+    """Whether it is or names a device of CUDA."""
+    if type(value) is torch.device:
+        return value.type == "cuda"
+    return type(value) is str and (value == "cuda" or value.startswith("cuda:"))
+
+
 def _is_named_by_user(device: Any) -> bool:
     """Whether it is meta and not ours, which is one object."""
     return device is not META and (device == "meta" if type(device) is str else getattr(device, "type", "") == "meta")
@@ -307,7 +331,11 @@ class Placement(TorchFunctionMode):
         self._recorder = recorder
         self._host = host
         self._is_cpu = device.kind == "cpu"
-        self._answers = answers_of(device)
+        self._said = torch.device("cpu") if self._is_cpu else torch.device("cuda", 0)
+        self._answers = answers_of(self._said)
+        self._names_gpu = False
+        """Whether the user's code names a GPU. If not, it computes on the CPU, as on a machine without one: what needs a gradient
+        there is on the guarded device."""
         self.in_forward = False
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
 
@@ -318,8 +346,7 @@ class Placement(TorchFunctionMode):
         if answer is not None and len(args) == 1 and args[0].is_meta and not self._recorder.is_forgotten(args[0]):
             return answer(args[0], sys._getframe(1).f_globals.get("__name__", ""))
         if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
-            is_moved = func == _SET_DATA and args[0].is_meta is not args[1].is_meta
-            return _set_data(*args) if is_moved else func(*args)
+            return func(*args) if func.__name__ != "__set__" else self._set(func, *args)
         kwargs = dict(kwargs or {})
         names_meta = _is_named_by_user(kwargs.get("device"))
         if func is torch.device:
@@ -328,6 +355,7 @@ class Placement(TorchFunctionMode):
         if func in _BACKWARD and self._replay.skips:
             return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
         if func in _BACKWARD:
+            args, kwargs = self._host.with_gradients_on_device(args, kwargs)
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
                 return _BACKWARD[func](*args, **kwargs)
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -336,6 +364,7 @@ class Placement(TorchFunctionMode):
         if on_meta and (func in _VALUES or (is_read and func in _CONDITIONS)):
             args = (self._host.values.read(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
+            self._names_gpu = True
             func, args, kwargs = torch.Tensor.to, (source, META), {}
         elif func is torch.Tensor.type and (dtype := cuda_type_named(args[1] if args[1:] else kwargs.get("dtype"))) is not None:
             func, args, kwargs = torch.Tensor.to, (source, META, dtype), {}
@@ -354,9 +383,15 @@ class Placement(TorchFunctionMode):
         args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
-        makes = self._is_cpu and not is_read and func in _device_constructors()
-        if makes and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
+        makes = not is_read and func in _device_constructors()
+        if makes and self._is_cpu and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
             kwargs["device"] = META
+        needs_gradient = kwargs.get("requires_grad") is True or (func is torch.Tensor.requires_grad_ and (*args, True)[1])
+        if needs_gradient and not is_read and not self._names_gpu:
+            if makes:
+                kwargs["device"] = META
+            elif source is not None:
+                self._host.move(source)  # it is `requires_grad_`
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
@@ -367,6 +402,12 @@ class Placement(TorchFunctionMode):
             self._host.values.remember(out, source)
         return out
 
+    def place_inputs(self, args: Any) -> None:
+        """Put inputs of a model that need a gradient on the device, such as `Variable(x, requires_grad=True)`."""
+        for tensor in () if self._names_gpu else tensors_in(args):
+            if tensor.requires_grad:
+                self._host.move(tensor)
+
     def _is_for_device(self, device: Any, caller: types.FrameType) -> bool:
         """Whether a tensor that ``caller`` makes on ``device`` is on the guarded CPU. None: none is named."""
         if caller.f_globals.get("__name__") in _ABOUT_RANKS:
@@ -375,12 +416,18 @@ class Placement(TorchFunctionMode):
             return type(device) is torch.device and device.type == "cpu"
         return self.in_forward if device is None else torch.device(device).type == "cpu"
 
-    @staticmethod
-    def _place(value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.device:
-            return META if value.type == "cuda" else value
-        return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
+    def _set(self, func: Callable[..., Any], tensor: torch.Tensor, value: Any) -> Any:
+        """Assign an attribute of a tensor."""
+        if func == _SET_DATA and tensor.is_meta is not value.is_meta:
+            return _set_data(tensor, value)
+        if func == _SET_REQUIRES_GRAD and value and not self._names_gpu:
+            self._host.move(tensor)
+        return func(tensor, value)
+
+    def _place(self, value: Any) -> Any:
+        is_gpu = _is_gpu(value)
+        self._names_gpu |= is_gpu and value is not self._said
+        return META if is_gpu else value
 
     def _place_of_source(self, value: Any) -> Any:
         if self._is_cpu and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
@@ -409,6 +456,7 @@ _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torc
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""
 

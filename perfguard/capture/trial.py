@@ -258,6 +258,7 @@ class Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
+        self._placement.place_inputs(args)
         evaluates = not torch.is_grad_enabled()
         self._look_for_more(evaluates, sum(tensor.numel() for tensor in tensors_in(args)))
         self._forwards.append((len(self._recorder.ops), evaluates))
