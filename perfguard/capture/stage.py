@@ -333,6 +333,10 @@ class Placement(TorchFunctionMode):
         self._is_cpu = device.kind == "cpu"
         self._said = torch.device("cpu") if self._is_cpu else torch.device("cuda", 0)
         self._answers = answers_of(self._said)
+        self.on_backward: Callable[[Sequence[torch.Tensor], bool], object] = lambda *_: None
+        """Called with the outputs from which a backward pass begins, and whether it adds to gradients that are there."""
+        self.on_assigned: Callable[[torch.Tensor], object] = lambda _: None
+        """Called with a tensor whose data are another tensor now."""
         self._names_gpu = False
         """Whether the user's code names a GPU. If not, it computes on the CPU, as on a machine without one: what needs a gradient
         there is on the guarded device."""
@@ -355,6 +359,8 @@ class Placement(TorchFunctionMode):
         if func in _BACKWARD and self._replay.skips:
             return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
         if func in _BACKWARD:
+            if self._recorder.phase is not Phase.BACKWARD:
+                self.on_backward(tensors_in(args[:1] or kwargs.get("outputs")), func is not torch.autograd.grad)
             args, kwargs = self._host.with_gradients_on_device(args, kwargs)
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
                 return _BACKWARD[func](*args, **kwargs)
@@ -418,8 +424,10 @@ class Placement(TorchFunctionMode):
 
     def _set(self, func: Callable[..., Any], tensor: torch.Tensor, value: Any) -> Any:
         """Assign an attribute of a tensor."""
-        if func == _SET_DATA and tensor.is_meta is not value.is_meta:
-            return _set_data(tensor, value)
+        if func == _SET_DATA:
+            _set_data(tensor, value) if tensor.is_meta is not value.is_meta else func(tensor, value)
+            self.on_assigned(tensor)
+            return None
         if func == _SET_REQUIRES_GRAD and value and not self._names_gpu:
             self._host.move(tensor)
         return func(tensor, value)

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
+from perfguard.capture.own_updates import OwnUpdates
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.replay import Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
-from perfguard.capture.stops import Stops
+from perfguard.capture.stops import Stops, line_of_user
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
@@ -70,6 +71,20 @@ _MOST_WHOLE_STEPS = 5
 """Steps of inputs that were not seen before, after which a loop that no loader feeds is not worth a replay."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
+
+
+_NO_OPTIMIZER = -1
+"""Stands for the number of an optimizer, in steps that the user's own code makes."""
+
+
+class _Reached(NamedTuple):
+    """How much was seen."""
+
+    num_ops: int
+    num_copies: int
+    """Tensors that were copied to the device."""
+    num_batches: int
+    """Batches that models have read."""
 
 
 class _Enough(BaseException):
@@ -155,6 +170,9 @@ class Watch:
         self._replays = replays
         self._replay = Replay()
         self._placement = Placement(device, self._recorder, self.host, self._replay)
+        self._updates = OwnUpdates(self._reached, self._end_own_step)
+        self._recorder.on_write = lambda written: None if self._numbers else self._updates.note_written(written)
+        self._placement.on_assigned = lambda tensor: None if self._numbers else self._updates.note_assigned(tensor)
         self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
@@ -222,6 +240,8 @@ class Watch:
         stack.enter_context(self._paths)
         stack.enter_context(self._placement)
         self._recorder.calibrate()
+        self._placement.on_backward = self._begin_backward
+        self.loaders.on_asked = self._updates.begin_batch
 
     def join(self, begun: Mapping[Any, int], made_before: frozenset[int]) -> None:
         """Begin in the middle of an objective.
@@ -260,6 +280,8 @@ class Watch:
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
         self._placement.place_inputs(args)
         evaluates = not torch.is_grad_enabled()
+        if not evaluates:
+            self._updates.begin_forward()
         self._look_for_more(evaluates, sum(tensor.numel() for tensor in tensors_in(args)))
         self._forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
@@ -411,7 +433,26 @@ class Watch:
         if self._has_engine and self._is_same_step():
             self.marks[-1] = len(self._recorder.ops)
             return
-        number = self._number(optimizer)
+        self._end_step(self._number(optimizer), self._reached())
+
+    def _begin_backward(self, outputs: Sequence[torch.Tensor], accumulates: bool) -> None:
+        if not self._numbers:
+            self._updates.begin_backward(outputs, line_of_user(), accumulates=accumulates)
+
+    def _reached(self) -> _Reached:
+        return _Reached(len(self._recorder.ops), self.host.num_copies, len(self.host.batches))
+
+    def _end_own_step(self, reached: _Reached) -> None:
+        """Note a step that no optimizer makes: what comes after its last backward pass is its update."""
+        ops = self._recorder.ops
+        self._recorder.mark_gradients(self._named_parameters())
+        for at in range(reached.num_ops - 1, -1, -1):
+            if ops[at].phase is Phase.BACKWARD:
+                break
+            ops[at] = ops[at]._replace(phase=Phase.OPTIMIZER)
+        self._end_step(_NO_OPTIMIZER, reached)
+
+    def _end_step(self, number: int, reached: _Reached) -> None:
         if number not in self._stepped:
             self._begin_stage()
         self._stepped[number] = self._stepped.get(number, 0) + 1
@@ -421,11 +462,11 @@ class Watch:
             gc.collect()
         if len(self.marks) < 3:
             self._stops.note_step()
-        self.marks.append(len(self._recorder.ops))
+        self.marks.append(reached.num_ops)
         if len(self.marks) >= 2:
             self._replay.follow_calls()
-        self._copies.append(self.host.num_copies)
-        self._batches.append(len(self.host.batches))
+        self._copies.append(reached.num_copies)
+        self._batches.append(reached.num_batches)
         not_stepped = set(self._numbers.values()) - self._stepped.keys()
         self.loaders.must_spare = bool(not_stepped) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         self.loaders.end_step(self._stepped[number])
@@ -462,6 +503,8 @@ class Watch:
     def _can_replay(self) -> bool:
         """Whether a loop without its model makes the steps that it makes with it."""
         if not self._replays or self._ranks.are_many or self._has_engine or self._stages or self._compiled:
+            return False
+        if _NO_OPTIMIZER in self._stepped:
             return False
         are_of_pytorch = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._numbers)  # not fastai's
         return are_of_pytorch and not has_backward_hooks(self._roots.values())

@@ -6,13 +6,14 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.graph.costs import (
@@ -160,6 +161,8 @@ class Recorder(TorchDispatchMode):
         self._lives: list[Life] = []
         self._freed_after: int | None = None
         self.selections = Selections(self.index_of)
+        self.on_write: Callable[[Sequence[torch.Tensor]], object] = lambda _: None
+        """Called with what an operator has written to, if it is in no backward pass."""
 
     def calibrate(self) -> None:
         """Learn how autograd's sums of gradients look from here. Call it once all modes are on."""
@@ -230,6 +233,8 @@ class Recorder(TorchDispatchMode):
 
     def is_forgotten(self, tensor: torch.Tensor) -> bool:
         """Whether no bytes are counted for a tensor that has some."""
+        if is_functorch_wrapped_tensor(tensor):
+            return False
         with torch._C.DisableTorchFunction():  # a parameter of a lazy module answers nothing
             storage = tensor.untyped_storage()
         index = self._index_by_address.get(storage._cdata)
@@ -352,6 +357,8 @@ class Recorder(TorchDispatchMode):
         self._bury()
         self.ops.append(op)
         self._views = 0
+        if mutated and phase is not Phase.BACKWARD:
+            self.on_write(mutated)
 
     def _own(self, value: Any) -> list[torch.Tensor]:
         """The tensors in ``value`` that are recorded."""
