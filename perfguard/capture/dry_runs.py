@@ -45,6 +45,7 @@ from perfguard.capture.child import (
     limit_stalls,
     silence_output,
 )
+from perfguard.capture.micro_batches import LeftOutError
 from perfguard.capture.remembered import Remembered
 from perfguard.capture.seal import adopt_orphans, remove_scratch
 from perfguard.capture.spawned import Spawned
@@ -96,7 +97,7 @@ class DryRuns:
         self._remembered = Remembered(most_failed=most_failed)
         self._spares = spares
         self._replays: bool | None = None
-        """Whether a loop may be counted without its model. None: it may, until an error may come from that."""
+        """Whether a loop may go on without its model. None: it may, until an error may come from that."""
         self._network = network
         self.may_stand_in: Callable[[CapturedTrial], bool] | None = None
         """Returns whether a captured trial may stand in for one alike, so that no dry run is made. None: none may."""
@@ -236,11 +237,12 @@ class DryRuns:
     def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
         """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones.
 
-        A loop that has raised an error while it was counted without its model is dry-run with it, once: it may have looked at
-        what only a model does.
+        A loop that has raised an error while its model was left out is dry-run with it, once: it may have looked at what only a
+        model does.
         """
         found = self._run_once(answer, answers, spares=spares)
-        if isinstance(found, Exception) or not found.may_be_lost or self._replays is not None:
+        may_be_lost = isinstance(found, LeftOutError) if isinstance(found, Exception) else found.may_be_lost
+        if not may_be_lost or self._replays is not None:
             return found
         answers.clear()
         self._replays = False

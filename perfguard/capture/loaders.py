@@ -136,6 +136,8 @@ class Loaders:
         """Steps that are made so."""
         self.make_batch: Callable[[Callable[[Any], Any], Sequence[Any]], Any] = lambda collate, samples: collate(samples)
         """``make_batch(collate, samples)`` returns a batch."""
+        self.on_asked: Callable[[], object] = lambda: None
+        """Called as a loader is asked for a batch."""
         self._longest_batches: list[Any] | None = None
         """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
@@ -200,6 +202,7 @@ class Loaders:
             self._evaluates = False
         latest = self._passes.setdefault(loader, _Pass())
         if event == "asked":
+            self.on_asked()
             latest.loop.begins_at.append(self._num_operators())
             latest.is_for = latest.is_for if latest.num_batches else _is_asked_by_for()
         if event == "gave":

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
-from perfguard.graph.shape_rules import META
 
 if TYPE_CHECKING:
     from perfguard.capture.host import HostUse
@@ -203,7 +202,11 @@ def _let_wrappers_run_on_meta(replace: Replace, recorder: Recorder, use: HostUse
     replace(FullyShardedDataParallel, "__init__", _refusing_fsdp1_offload)
     replace(_flat_param.FlatParamHandle, "to_cpu", lambda _: lambda handle: nullcontext())  # gathered weights have no values
     replace(_init_utils, "_need_to_materialize_module", lambda _: lambda *_: (False, False))
-    replace(_init_utils, "_get_compute_device", lambda _: lambda *_: META)
+    replace(
+        _init_utils,
+        "_get_compute_device",
+        lambda _: lambda *_: torch.device(device_kind, 0) if device_kind == "cuda" else torch.device("cpu"),
+    )
     replace(_common_utils._FSDPDeviceHandle, "from_device", lambda own: _of_the_guarded(own, torch.device(device_kind)))
     if device_kind == "cuda":
         replace(torch.cuda, "stream", lambda own: lambda stream: _on_stream(own, stream, recorder))

@@ -20,10 +20,11 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
@@ -34,17 +35,19 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from perfguard.capture.blanks import Blanks, on_meta, written_by, zeros_on_host
 from perfguard.capture.collated import Batches
+from perfguard.capture.cuda import missing_functions, pretend_cuda
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
 from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.few_samples import FewSamples
 from perfguard.capture.host import HostUse
+from perfguard.capture.places import answers_of, asked_by, cuda_type_named, cuda_types
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.replay import Replay
 from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import without_overrides
-from perfguard.graph.libraries import Replace, libraries_on_meta, replacing, trl_on_meta
+from perfguard.graph.libraries import libraries_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.recorder import Recorder, operator_of, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
@@ -250,6 +253,23 @@ class HostTensors(TorchDispatchMode):
             return type(value)(map(self._with_twins, value))
         return {key: self._with_twins(item) for key, item in value.items()} if type(value) is dict else value
 
+    def move(self, tensor: torch.Tensor) -> None:
+        """Put a tensor of the host on the device. It stays the same object, unless something else holds on to it."""
+        if tensor.is_meta or not tensor.is_floating_point() or not tensor.is_leaf:
+            return
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), suppress(RuntimeError):
+            _set_data(tensor, self._twin(tensor))
+
+    def with_gradients_on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a backward pass with twins of gradients of the host, such as `torch.ones(4, 1)`."""
+
+        def twin(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.is_meta or tensor.requires_grad or not tensor.dim() else self._twin(tensor)
+
+        if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            return args, kwargs
+        return tree_map_only(torch.Tensor, twin, args), tree_map_only(torch.Tensor, twin, kwargs)
+
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         _refuse_sparse(tensor.layout)
         views = self._twins.setdefault(tensor.untyped_storage(), {})
@@ -283,6 +303,18 @@ def _is_meta_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
+def _is_gpu(value: Any) -> bool:
+    """Whether it is or names a device of CUDA."""
+    if type(value) is torch.device:
+        return value.type == "cuda"
+    return type(value) is str and (value == "cuda" or value.startswith("cuda:"))
+
+
+def _is_named_by_user(device: Any) -> bool:
+    """Whether it is meta and not ours, which is one object."""
+    return device is not META and (device == "meta" if type(device) is str else getattr(device, "type", "") == "meta")
+
+
 class Placement(TorchFunctionMode):
     """Puts on meta what the user's code puts on the guarded device.
 
@@ -299,22 +331,37 @@ class Placement(TorchFunctionMode):
         self._recorder = recorder
         self._host = host
         self._is_cpu = device.kind == "cpu"
+        self._said = torch.device("cpu") if self._is_cpu else torch.device("cuda", 0)
+        self._answers = answers_of(self._said)
+        self.on_backward: Callable[[Sequence[torch.Tensor], bool], object] = lambda *_: None
+        """Called with the outputs from which a backward pass begins, and whether it adds to gradients that are there."""
+        self.on_assigned: Callable[[torch.Tensor], object] = lambda _: None
+        """Called with a tensor whose data are another tensor now."""
+        self._names_gpu = False
+        """Whether the user's code names a GPU. If not, it computes on the CPU, as on a machine without one: what needs a gradient
+        there is on the guarded device."""
         self.in_forward = False
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if type(func) is types.MethodWrapperType and func.__self__ is not _IS_CUDA:  # a property of a tensor, most of all calls
-            return func(*args)
+        answer = self._answers.get(asked_by(func))
+        if answer is not None and len(args) == 1 and args[0].is_meta and not self._recorder.is_forgotten(args[0]):
+            return answer(args[0], sys._getframe(1).f_globals.get("__name__", ""))
+        if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
+            return func(*args) if func.__name__ != "__set__" else self._set(func, *args)
         kwargs = dict(kwargs or {})
-        names_meta = kwargs.get("device") == "meta" and type(kwargs["device"]) is str  # the user's word; ours are devices
+        names_meta = _is_named_by_user(kwargs.get("device"))
         if func is torch.device:
             names_gpu = not self._is_cpu and args and type(args[0]) is int
             return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
         if func in _BACKWARD and self._replay.skips_backward(returns=func is torch.autograd.grad):
             return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
         if func in _BACKWARD:
+            if self._recorder.phase is not Phase.BACKWARD:
+                self.on_backward(tensors_in(args[:1] or kwargs.get("outputs")), func is not torch.autograd.grad)
+            args, kwargs = self._host.with_gradients_on_device(args, kwargs)
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
                 return _BACKWARD[func](*args, **kwargs)
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -323,7 +370,10 @@ class Placement(TorchFunctionMode):
         if on_meta and (func in _VALUES or (is_read and func in _CONDITIONS)):
             args = (self._host.values.read(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
+            self._names_gpu = True
             func, args, kwargs = torch.Tensor.to, (source, META), {}
+        elif func is torch.Tensor.type and (dtype := cuda_type_named(args[1] if args[1:] else kwargs.get("dtype"))) is not None:
+            func, args, kwargs = torch.Tensor.to, (source, META, dtype), {}
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
         elif func in _OF_BLANKS and self._host.blanks.has([source]):
@@ -332,8 +382,6 @@ class Placement(TorchFunctionMode):
             return True
         elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
             return source.untyped_storage()._cdata
-        elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
-            return not self._is_cpu
         if is_read and len({tensor.is_meta for tensor in tensors_in((args, kwargs)) if tensor.dim()}) > 1:
             args = tree_map_only(torch.Tensor, self._host.values.read, args)  # a transform with buffers
             kwargs = {**tree_map_only(torch.Tensor, self._host.values.read, kwargs)}
@@ -341,9 +389,15 @@ class Placement(TorchFunctionMode):
         args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
-        makes = self._is_cpu and not is_read and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors()
-        if makes and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
+        makes = not is_read and func in _device_constructors()
+        if makes and self._is_cpu and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
             kwargs["device"] = META
+        needs_gradient = kwargs.get("requires_grad") is True or (func is torch.Tensor.requires_grad_ and (*args, True)[1])
+        if needs_gradient and not is_read and not self._names_gpu:
+            if makes:
+                kwargs["device"] = META
+            elif source is not None:
+                self._host.move(source)  # it is `requires_grad_`
         out = func(*args, **kwargs)
         if names_meta and out is not source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
@@ -354,18 +408,34 @@ class Placement(TorchFunctionMode):
             self._host.values.remember(out, source)
         return out
 
+    def place_inputs(self, args: Any) -> None:
+        """Put inputs of a model that need a gradient on the device, such as `Variable(x, requires_grad=True)`."""
+        for tensor in () if self._names_gpu else tensors_in(args):
+            if tensor.requires_grad:
+                self._host.move(tensor)
+
     def _is_for_device(self, device: Any, caller: types.FrameType) -> bool:
         """Whether a tensor that ``caller`` makes on ``device`` is on the guarded CPU. None: none is named."""
         if caller.f_globals.get("__name__") in _ABOUT_RANKS:
             return False
+        if self._recorder.phase is Phase.OPTIMIZER:  # it makes its states where a parameter is, and counts its steps on "cpu"
+            return type(device) is torch.device and device.type == "cpu"
         return self.in_forward if device is None else torch.device(device).type == "cpu"
 
-    @staticmethod
-    def _place(value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.device:
-            return META if value.type == "cuda" else value
-        return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
+    def _set(self, func: Callable[..., Any], tensor: torch.Tensor, value: Any) -> Any:
+        """Assign an attribute of a tensor."""
+        if func == _SET_DATA:
+            _set_data(tensor, value) if tensor.is_meta is not value.is_meta else func(tensor, value)
+            self.on_assigned(tensor)
+            return None
+        if func == _SET_REQUIRES_GRAD and value and not self._names_gpu:
+            self._host.move(tensor)
+        return func(tensor, value)
+
+    def _place(self, value: Any) -> Any:
+        is_gpu = _is_gpu(value)
+        self._names_gpu |= is_gpu and value is not self._said
+        return META if is_gpu else value
 
     def _place_of_source(self, value: Any) -> Any:
         if self._is_cpu and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
@@ -393,9 +463,22 @@ _OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
-_IS_CUDA = torch.Tensor.is_cuda
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
 """Modules that make tensors of the numbers of ranks. These have values."""
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Assign `tensor.data` across devices, which PyTorch does not do to meta and back. What is on the stage stays there."""
+    if tensor.is_meta:
+        tensor.data = empty_twin(data)
+        return
+    kind, attributes, requires_grad = type(tensor), dict(vars(tensor)), tensor.requires_grad
+    torch.utils.swap_tensors(tensor, data.detach())
+    tensor.__class__ = kind
+    vars(tensor).update(attributes)
+    tensor.requires_grad_(requires_grad)
 
 
 def put_on_meta(tensors: Iterable[torch.Tensor]) -> None:
@@ -473,12 +556,15 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
         replace(torch, "Generator", _of_the_host)
         replace(torch.distributions.Distribution, "_validate_args", lambda _: False)  # of values, all of which would be 0
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
+        replace(torch.utils.checkpoint._CheckpointFrame, "check_recomputed_tensors_match", _within_pytorch)
         for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as the device picks them
             module = __import__(name, fromlist=[""])
             for form in ("foreach", "fused") if device.kind == "cuda" else ("fused",):
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
-            _pretend_cuda(replace, device)
+            stack.enter_context(missing_functions())
+            pretend_cuda(replace, device)
+            cuda_types(replace)
             replace(torch.UntypedStorage, "data_ptr", _telling_apart)
             for name in ("to", "cuda"):
                 replace(nn.Module, name, lambda own: _noting_moves(own, host.use))
@@ -545,6 +631,17 @@ def _staying_on_meta(own: Any, host: HostTensors) -> Any:
         return own(self, moved, *args, **kwargs)
 
     return _apply
+
+
+def _within_pytorch(own: Any) -> Any:
+    """Run as a part of PyTorch. It compares places with those that its hooks saw, and these run within an operator."""
+
+    @functools.wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return own(*args, **kwargs)
+
+    return run
 
 
 def _telling_apart(own: Any) -> Any:
@@ -675,65 +772,3 @@ def _of_the_host(own: Any) -> Any:
 def _stepping_always(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     """Whether gradients overflow is a value; they seldom do."""
     return optimizer.step(*args, **kwargs)
-
-
-class _Nothing:
-    """A stream or an event of CUDA."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: 0.0
-
-    def record_event(self, *_: Any) -> _Nothing:
-        return self
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-# https://developer.nvidia.com/cuda-gpus; of a generation's cards, its large ones.
-_CAPABILITIES = {
-    "Kepler": (3, 7), "Pascal": (6, 0), "Volta": (7, 0), "Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0),
-    "Blackwell": (10, 0),
-}  # fmt: skip
-
-
-def _pretend_cuda(replace: Replace, device: Device) -> None:
-    """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver."""
-    memory, capability = device.memory_bytes, _CAPABILITIES.get(device.architecture, (8, 0))
-    properties = types.SimpleNamespace(
-        name=device.name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=device.num_sms,
-        is_integrated=False,
-    )  # fmt: skip
-    answers: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_name": device.name,
-        "get_device_capability": capability, "get_device_properties": properties, "mem_get_info": (memory, memory),
-        "is_bf16_supported": True, "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None,
-        "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
-        "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "memory_stats": {}, "memory_summary": "",
-        "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None, "_lazy_init": None,
-        "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
-        "set_rng_state_all": None, "can_device_access_peer": False, "cudart": _Nothing(), "is_current_stream_capturing": False,
-        "current_accelerator": torch.device("cuda"), "current_device_index": 0, "set_device_index": None,
-    }  # fmt: skip
-
-    def answering(answer: Any) -> Callable[[Any], Any]:
-        return lambda _: lambda *_, **__: answer
-
-    for name, answer in answers.items():
-        for module in (torch.cuda, torch.cuda.random, torch.accelerator):
-            replace(module, name, answering(answer))
-    replace(torch.backends.cudnn, "is_acceptable", answering(False))  # it would load cuDNN, to lay out weights of an LSTM
-    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
-        replace(torch.cuda.nvtx, name, answering(0))
-    for name in ("Event", "Stream"):
-        replace(torch.cuda, name, lambda _: _Nothing)
-    current = _Nothing()
-    for module in (torch.cuda, torch.accelerator):
-        for name in ("current_stream", "default_stream"):
-            replace(module, name, lambda _: lambda *_, **__: current)
-        for name in ("stream", "device", "device_index"):
-            replace(module, name, lambda _: lambda *_, **__: nullcontext())

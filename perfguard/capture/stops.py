@@ -58,6 +58,11 @@ class Stops:
         return _loops_around(name, {line for file, line in self._steps if file == name})
 
 
+def line_of_user() -> _Place | None:
+    """Return the line of the user's code that runs. None: none does."""
+    return next(_places(), None)
+
+
 def _places() -> Iterator[_Place]:
     frame = sys._getframe(2)
     while frame is not None:

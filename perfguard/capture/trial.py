@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +30,12 @@ from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loops import Generations
-from perfguard.capture.micro_batches import MicroBatches
+from perfguard.capture.micro_batches import LeftOutError, MicroBatches
+from perfguard.capture.own_updates import OwnUpdates
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.replay import Key, Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
-from perfguard.capture.stops import Stops
+from perfguard.capture.stops import Stops, line_of_user
 from perfguard.capture.stopwatch import Stopwatch
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -73,6 +74,20 @@ _MOST_WHOLE_STEPS = 5
 """Steps of inputs that were not seen before, after which a loop that no loader feeds is not worth a replay."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
+
+
+_NO_OPTIMIZER = -1
+"""Stands for the number of an optimizer, in steps that the user's own code makes."""
+
+
+class _Reached(NamedTuple):
+    """How much was seen."""
+
+    num_ops: int
+    num_copies: int
+    """Tensors that were copied to the device."""
+    num_batches: int
+    """Batches that models have read."""
 
 
 class _Enough(BaseException):
@@ -130,6 +145,8 @@ def watching(
         except _Enough:
             pass
         except Exception as error:
+            if len(watch.marks) < 2 and watch.leaves_out:
+                raise LeftOutError(f"{type(error).__name__}: {error}") from error
             if len(watch.marks) < 2 or isinstance(error, TooLargeError):
                 raise
             watch.fail(error)
@@ -160,6 +177,9 @@ class Watch:
         self._replay = Replay()
         self._micro_batches = MicroBatches(self._recorder, self._replay, self.host.batches)
         self._placement = Placement(device, self._recorder, self.host, self._replay)
+        self._updates = OwnUpdates(self._reached, self._end_own_step)
+        self._recorder.on_write = lambda written: None if self._numbers else self._updates.note_written(written)
+        self._placement.on_assigned = lambda tensor: None if self._numbers else self._updates.note_assigned(tensor)
         self.loaders = Loaders(lambda: len(self._recorder.ops), self._stopwatch, seconds_spared=1.0 if spares else 0.0)
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
@@ -227,6 +247,8 @@ class Watch:
         stack.enter_context(self._paths)
         stack.enter_context(self._placement)
         self._recorder.calibrate()
+        self._placement.on_backward = self._begin_backward
+        self.loaders.on_asked = self._updates.begin_batch
 
     def join(self, begun: Mapping[Any, int], made_before: frozenset[int]) -> None:
         """Begin in the middle of an objective.
@@ -265,8 +287,11 @@ class Watch:
         if not self._roots:
             self._stopwatch.enter("steps")
         self._placement.in_forward = self.host.in_forward = self.host.awaits_batch = True
+        self._placement.place_inputs(args)
         evaluates = not torch.is_grad_enabled()
-        if not evaluates and not self._replay.is_on:
+        if not evaluates:
+            self._updates.begin_forward()
+        if self._numbers and not evaluates and not self._replay.is_on:
             self._micro_batches.begin(id(module))
             if self._micro_batches.are_many:
                 self._replay.follow_calls()
@@ -318,7 +343,13 @@ class Watch:
                 return own(module, *args, **kwargs)
             evaluates = not torch.is_grad_enabled()
             key = self._replay.key_of(module, args, kwargs, self.loaders.evaluated_data if evaluates else None)
-            found = self._replay.output_of(key, module) if self._replay.is_on else self._left_out(key, module, evaluates)
+            if self._replay.is_on:
+                found = self._replay.output_of(key, module)
+            else:
+                leads_on = any(
+                    tensor.requires_grad for tensor in tensors_in((args, kwargs))
+                )  # a backward pass, to what it came from
+                found = self._left_out(None if leads_on else key, module, evaluates)
             if found is None:
                 if self._replay.is_new(key, module):
                     self._look_at_change()
@@ -444,7 +475,26 @@ class Watch:
         if self._has_engine and self._is_same_step():
             self.marks[-1] = len(self._recorder.ops)
             return
-        number = self._number(optimizer)
+        self._end_step(self._number(optimizer), self._reached())
+
+    def _begin_backward(self, outputs: Sequence[torch.Tensor], accumulates: bool) -> None:
+        if not self._numbers:
+            self._updates.begin_backward(outputs, line_of_user(), accumulates=accumulates)
+
+    def _reached(self) -> _Reached:
+        return _Reached(len(self._recorder.ops), self.host.num_copies, len(self.host.batches))
+
+    def _end_own_step(self, reached: _Reached) -> None:
+        """Note a step that no optimizer makes: what comes after its last backward pass is its update."""
+        ops = self._recorder.ops
+        self._recorder.mark_gradients(self._named_parameters())
+        for at in range(reached.num_ops - 1, -1, -1):
+            if ops[at].phase is Phase.BACKWARD:
+                break
+            ops[at] = ops[at]._replace(phase=Phase.OPTIMIZER)
+        self._end_step(_NO_OPTIMIZER, reached)
+
+    def _end_step(self, number: int, reached: _Reached) -> None:
         if number not in self._stepped:
             self._begin_stage()
         self._stepped[number] = self._stepped.get(number, 0) + 1
@@ -454,11 +504,11 @@ class Watch:
             gc.collect()
         if len(self.marks) < 3:
             self._stops.note_step()
-        self.marks.append(len(self._recorder.ops))
+        self.marks.append(reached.num_ops)
         if len(self.marks) >= 2:
             self._replay.follow_calls()
-        self._copies.append(self.host.num_copies)
-        self._batches.append(len(self.host.batches))
+        self._copies.append(reached.num_copies)
+        self._batches.append(reached.num_batches)
         not_stepped = set(self._numbers.values()) - self._stepped.keys()
         self.loaders.must_spare = bool(not_stepped) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         self.loaders.end_step(self._stepped[number])
@@ -498,6 +548,8 @@ class Watch:
     def _can_replay(self) -> bool:
         """Whether a loop without its model makes the steps that it makes with it."""
         if not self._replays or self._ranks.are_many or self._has_engine or self._stages or self._compiled:
+            return False
+        if _NO_OPTIMIZER in self._stepped:
             return False
         are_of_pytorch = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._numbers)  # not fastai's
         return are_of_pytorch and not has_backward_hooks(self._roots.values())
@@ -596,7 +648,7 @@ class Watch:
         per_epoch, steps = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
-        was_whole = len(self.marks) > 1 or not self._micro_batches.are_left_out  # the last micro-batch of the first step is not
+        was_whole = len(self.marks) > 1 or not self.leaves_out  # the last micro-batch of the first step is not
         may_be_lost = (self._may_be_lost and not stop) or not was_whole
         found = CapturedTrial(
             training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
@@ -605,8 +657,13 @@ class Watch:
 
     def fail(self, error: Exception) -> None:
         """Note an error that has ended the objective after its second step."""
-        self._may_be_lost = self._replay.has_begun and not self.unseen
+        self._may_be_lost = (self._replay.has_begun or self.leaves_out) and not self.unseen
         self.unseen = self.unseen or f"{type(error).__name__}: {error}"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a micro-batch was left out."""
+        return self._micro_batches.are_left_out
 
     def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:
         """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""

@@ -218,7 +218,7 @@ def _paged(own: Any) -> Any:
 
     @functools.wraps(own)
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Any:
-        if device.type != "meta":
+        if device.type == "cpu":
             return own(*shape, dtype=dtype, device=device)
         paged: Any = torch.empty((), dtype=dtype, device=META).expand(shape)
         paged.is_paged, paged.page_deviceid = True, 0

@@ -6,13 +6,14 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.graph.costs import (
@@ -154,6 +155,8 @@ class Recorder(TorchDispatchMode):
         self._foreseen_deaths: dict[int, int] = {}
         """When storages die whose own death falls into a pause."""
         self.selections = Selections(self.index_of)
+        self.on_write: Callable[[Sequence[torch.Tensor]], object] = lambda _: None
+        """Called with what an operator has written to, if it is in no backward pass."""
 
     def calibrate(self) -> None:
         """Learn how autograd's sums of gradients look from here. Call it once all modes are on."""
@@ -224,8 +227,12 @@ class Recorder(TorchDispatchMode):
 
     def is_forgotten(self, tensor: torch.Tensor) -> bool:
         """Whether no bytes are counted for a tensor that has some."""
-        index = self._index_by_address.get(tensor.untyped_storage()._cdata)
-        return index is not None and self._lives[index].num_bytes < tensor.untyped_storage().nbytes()
+        if is_functorch_wrapped_tensor(tensor):
+            return False
+        with torch._C.DisableTorchFunction():  # a parameter of a lazy module answers nothing
+            storage = tensor.untyped_storage()
+        index = self._index_by_address.get(storage._cdata)
+        return index is not None and self._lives[index].num_bytes < storage.nbytes()
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` gives its bytes back while it is alive. What it holds later is another storage."""
@@ -396,6 +403,8 @@ class Recorder(TorchDispatchMode):
         self._bury()
         self.ops.append(op)
         self._views = 0
+        if mutated and phase is not Phase.BACKWARD:
+            self.on_write(mutated)
 
     def _own(self, value: Any) -> list[torch.Tensor]:
         """The tensors in ``value`` that are recorded."""

@@ -177,6 +177,31 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> 
     return empty_twin(log_probs)
 
 
+def _batch_norm_stats(x: torch.Tensor, *_: Any) -> Any:
+    """Of SyncBatchNorm (Normalization.cu), as the four after it: mean and deviation of each channel."""
+    dtype = _statistics_dtype(x)
+    return _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
+
+
+def _batch_norm_elemt(x: torch.Tensor, *_: Any) -> Any:
+    return empty_twin(x) if _is_dense(x) else _empty(x.shape, x.dtype)
+
+
+def _batch_norm_backward_reduce(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd: Any, weight: Any, *masks: bool
+) -> Any:  # fmt: skip
+    """The sums of the gradient that all ranks need, and the gradients of weight and bias."""
+    needs_input, needs_weight, needs_bias = masks
+    dtype = mean.dtype if weight is None else weight.dtype
+    sums = [_empty(x.shape[1:2], mean.dtype) if needs_input else None for _ in range(2)]
+    gradients = [_empty(x.shape[1:2], dtype) if needed else None for needed in (needs_weight, needs_bias)]
+    return (*sums, *gradients)
+
+
+def _batch_norm_backward_elemt(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> Any:
+    return _batch_norm_elemt(x)
+
+
 Rule = Callable[..., Any]
 SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.native_batch_norm.default: _batch_norm,
@@ -203,6 +228,11 @@ WITHOUT_META_KERNEL: dict[torch._ops.OpOverload, Rule] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten.batch_norm_stats.default: _batch_norm_stats,
+    aten.batch_norm_gather_stats_with_counts.default: _batch_norm_stats,
+    aten.batch_norm_elemt.default: _batch_norm_elemt,
+    aten.batch_norm_backward_reduce.default: _batch_norm_backward_reduce,
+    aten.batch_norm_backward_elemt.default: _batch_norm_backward_elemt,
 }
 """Of operators that only a rule can run."""
 

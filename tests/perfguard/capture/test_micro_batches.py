@@ -188,3 +188,46 @@ def test_a_step_whose_last_micro_batch_was_not_seen_is_dry_run_whole(number: int
     assert shown(found.graph) == shown(whole.graph)
     assert found.steps == whole.steps
     dry_runs.close()
+
+
+def test_an_objective_that_looks_into_its_model_is_dry_run_whole() -> None:
+    def objective(_: object) -> None:
+        model = Model().cuda()
+        features: list[torch.Tensor] = []
+        model.layers[2].register_forward_hook(lambda *found: features.append(found[2]))
+        optimizer = torch.optim.Adam(model.parameters())
+        for at, (x, _) in enumerate(batches(), 1):
+            model(x.cuda())
+            features.pop().square().mean().backward()
+            if at % PASSES == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    dry_runs = DryRuns(objective, A100)
+    found = dry_runs.capture(lambda *_: pytest.fail("it has no parameters"), {})
+    dry_runs.close()
+    whole, _ = runs_of(lambda: objective(None), replays=False)
+    assert shown(found.graph) == shown(whole.graph)
+    assert found.steps == 6
+
+
+def test_a_batch_with_gradients_is_never_left_out() -> None:
+    def attacked() -> None:
+        model = Model().cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for x, y in batches(30):
+            x, y = x.cuda(), y.cuda()
+            changed = x
+            for _ in range(8):
+                changed = changed.detach().requires_grad_()
+                F.cross_entropy(model(changed), y).backward()
+                assert changed.grad is not None
+                changed = changed + 0.1 * changed.grad.sign()
+            optimizer.zero_grad()
+            F.cross_entropy(model(changed.detach()), y).backward()
+            optimizer.step()
+
+    whole, _ = runs_of(attacked, replays=False)
+    few, _ = runs_of(attacked, replays=True)
+    assert shown(few.graph) == shown(whole.graph)
+    assert few.steps == whole.steps

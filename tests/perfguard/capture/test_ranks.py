@@ -491,3 +491,25 @@ def test_world_size_without_a_process_group_is_said(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "8")
     graph = capture(lambda: train(language_model().cuda(), "cuda"), A100).graph
     assert graph.unmodelled == ("8 processes are stated, but no process group is made: what is judged is one process by itself",)
+
+
+def test_synchronized_batch_norm_sends_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks its input whether it is on a GPU."""
+    for name, value in torchrun_variables(2).items():
+        monkeypatch.setenv(name, value)
+
+    def objective() -> None:
+        dist.init_process_group("nccl")
+        model: Any = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16 * 36, 10))
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[dist.get_rank()])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            model(torch.randn(4, 3, 8, 8, device=dist.get_rank())).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    graph = capture(objective, A100).graph
+    names = [op.name for op in graph.ops]
+    assert names.count("batch_norm_elemt") == names.count("batch_norm_backward_elemt") == 1
+    assert any(one.num_bytes == 2 * (2 * 16 + 1) * 4 for one in graph.storages)  # mean, deviation and count of both ranks

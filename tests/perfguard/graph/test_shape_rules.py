@@ -130,3 +130,17 @@ def test_rules_without_a_meta_kernel_make_what_the_kernel_of_the_host_makes(targ
     for func, args in ((aten._ctc_loss.default, backward[1:5]), (aten._ctc_loss_backward.default, backward)):
         on_meta = [item.to("meta") if isinstance(item, torch.Tensor) else item for item in args]
         assert described(WITHOUT_META_KERNEL[func](*on_meta)) == described(func(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_synchronized_batch_norm_keeps_its_statistics_in_float32(dtype: torch.dtype) -> None:
+    x = torch.empty(4, 8, 5, 5, dtype=dtype, device="meta").contiguous(memory_format=torch.channels_last)
+    weight = torch.empty(8, device="meta")
+    statistics = WITHOUT_META_KERNEL[aten.batch_norm_stats.default](x, 1e-5)
+    assert [(one.shape, one.dtype) for one in statistics] == 2 * [((8,), torch.float32)]
+    output = WITHOUT_META_KERNEL[aten.batch_norm_elemt.default](x, weight, weight, *statistics, 1e-5)
+    assert described(output) == described(x)
+    reduced = WITHOUT_META_KERNEL[aten.batch_norm_backward_reduce.default](x, x, *statistics, weight, True, True, False)
+    assert [one is None for one in reduced] == [False, False, False, True]
+    gradient = WITHOUT_META_KERNEL[aten.batch_norm_backward_elemt.default](x, x, *statistics, weight, *reduced[:2], weight)
+    assert described(gradient) == described(x)
