@@ -218,7 +218,7 @@ class Work(NamedTuple):
         step = predictor.predict(self.graph, device, steps=self.steps)
         found = {"a training step": step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
         order = sorted(found, key=lambda name: -found[name].peak_memory.median)
-        return step.with_memory_of(found[order[0]]), {name: found[name].peak_memory for name in order}
+        return step.with_memory_of(found[order[0]], phase=order[0]), {name: found[name].peak_memory for name in order}
 
 
 def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:
