@@ -338,9 +338,8 @@ class GuardNet:
         log_sigmas = log_sigmas * before / of_the_process / scale
         above, above_log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.memory_log_sigma)
         median = shipped.median * math.exp(means)
-        learnt = shipped.then(
-            "this device's runs", f"learnt from {posterior.num_read} readings", median=median, log_sigma=float(log_sigmas)
-        )
+        runs = "1 run" if posterior.num_read == 1 else f"{posterior.num_read} runs"
+        learnt = shipped.then("this device's runs", f"learnt from {runs} there", median=median, log_sigma=float(log_sigmas))
         return learnt.then(
             "out of memory", "it ran out with less", median=shipped.median * math.exp(above), log_sigma=float(above_log_sigmas)
         )

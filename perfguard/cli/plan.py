@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perfguard.cli.check import budget_of, guard_within, result_of
+from perfguard.cli.check import budget_of, result_of
+from perfguard.cli.guards import guard_within
 from perfguard.cli.predict import alias_notes, estimate_as_json
 from perfguard.cli.script import capture_script
 from perfguard.cli.subject import add_network_argument, in_network, whole_number
