@@ -86,10 +86,12 @@ def tables_of(
         table = Table(title=f"account of the {SPECS[quantity].noun}")
         for heading in ("stage", "factor", "median", "90% interval", "why"):
             table.add_column(heading, justify="left" if heading in ("stage", "why") else "right")
-        for line in lines_of(estimate):
+        lines = lines_of(estimate)
+        for line in lines:
             median, low, high = (format_quantity(quantity, value) for value in (line.median, line.low, line.high))
             factor = "" if math.isclose(line.factor, 1.0, abs_tol=5e-4) else factor_in_words(line.factor)
-            interval = "" if line.name == PHYSICS else f"{low} to {high}"  # how wrong physics alone would be is a guess
+            is_guess = line.name == PHYSICS and len(lines) > 1  # how wrong physics alone would be: what follows knows better
+            interval = "" if is_guess else f"{low} to {high}"
             table.add_row(line.name, factor, median, interval, line.why)
         beside = {"measured": (measured or {}).get(quantity), "limit": (limits or {}).get(quantity)}
         table.add_section()

@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from perfguard.account import PHYSICS
 from perfguard.exceptions import ConfigurationError
 from perfguard.explain import lines_of
 from perfguard.quantities import SPECS, Quantity, format_quantity, format_seconds
@@ -278,7 +279,11 @@ def plot_account(
     words += [] if measured is None else [f"measured {format_quantity(quantity, measured)}"]
     figure = _figure(title, ", ".join(filter(None, words)))
     befores = [lines[0].median, *(line.median for line in lines[:-1])]
-    rows, judged = list(range(len(lines))), lines[1:]  # how wrong physics alone would be is a guess, and is not drawn
+    rows = list(range(len(lines)))
+    first = (
+        lines[:1] if lines[0].name == PHYSICS and len(lines) > 1 else []
+    )  # how wrong physics alone would be is a guess, which is not drawn
+    judged = lines[len(first) :]
     rises, falls = OUTCOMES["pruned"].color, OUTCOMES["unmeasured"].color
     figure.add_bar(
         orientation="h",
@@ -293,8 +298,8 @@ def plot_account(
         x=[line.median / size for line in lines],
         y=rows,
         error_x={
-            "array": [0.0, *((line.high - line.median) / size for line in judged)],
-            "arrayminus": [0.0, *((line.median - line.low) / size for line in judged)],
+            "array": [*(0.0 for _ in first), *((line.high - line.median) / size for line in judged)],
+            "arrayminus": [*(0.0 for _ in first), *((line.median - line.low) / size for line in judged)],
             "color": _faint(OUTCOMES["launched"].color, 0.5),
             "thickness": 1.2,
             "width": 3,

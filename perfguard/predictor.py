@@ -228,8 +228,9 @@ class Prediction:
             return estimate.then("least reading", "no correct reading is lower", median=max(estimate.median, least))
 
         step_time, total_time = raised(self.step_time, step_time_s), self.total_time
+        slower = step_time.median / self.step_time.median
         if total_time is not None:
-            total_time = raised(total_time, total_time.median * step_time.median / self.step_time.median)
+            total_time = raised(total_time, total_time.median * slower)
         return replace(self, peak_memory=raised(self.peak_memory, memory_bytes), step_time=step_time, total_time=total_time)
 
     def with_memory_of(self, other: Prediction, *, phase: str) -> Prediction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from perfguard.exceptions import ConfigurationError, LogError, leave_unsaid
 from perfguard.predictor import DEFAULT_PREDICTOR
@@ -51,22 +51,25 @@ def guard_for(device: Device, *, log: str | None, predictor: str | Predictor = D
         LogError: if it cannot be used.
     """
     from perfguard.guard import Guard
+    from perfguard.log import MeasurementStore
 
     location = _location(log)
-    if location is not False:
-        leave_unsaid(location)  # a guard's line about its log is for studies; see `note_of`
+    if location is None:
+        return Guard(device, log=False, predictor=predictor)
     try:
-        return Guard(device, log=location, predictor=predictor)
+        store = MeasurementStore(location)
+        leave_unsaid(str(store.url))  # a guard's line about its log is for studies; see `notes_of`
+        return Guard(device, log=store, predictor=predictor)
     except LogError:
         if log is not None:
             raise
         return Guard(device, log=False, predictor=predictor)
 
 
-def _location(log: str | None) -> str | Literal[False]:
-    """Return the log to learn from. False: none."""
+def _location(log: str | None) -> str | None:
+    """Return the log to learn from. None: there is none."""
     if log == NO_LOG:
-        return False
+        return None
     from perfguard.log import default_location
 
     location = log or default_location()
@@ -74,7 +77,7 @@ def _location(log: str | None) -> str | Literal[False]:
         return location
     if log is not None:
         raise ConfigurationError(f"There is no measurement log at {log}. Give another one, or --log {NO_LOG}.")
-    return False
+    return None
 
 
 def notes_of(guard: Guard) -> list[str]:

@@ -72,9 +72,10 @@ def test_shifts_add_up_whatever_changes_a_prediction(memory_bytes: float, step_s
 
 
 def test_a_stage_that_changes_nothing_leaves_no_entry() -> None:
-    prediction = predicted()
-    same = prediction.at_least(1.0, 1e-9).widened({}).with_memory_of(prediction, phase="the evaluation")
-    assert same.account == prediction.account
+    for step_s in (0.1, 0.3, 0.7, 1 / 3):  # 100 steps of 1/3 s, times 1/3, over 1/3, are not 100 of 1/3 to the last bit
+        prediction = predicted(step_s=step_s)
+        same = prediction.at_least(1.0, 1e-9).widened({}).with_memory_of(prediction, phase="the evaluation")
+        assert same.account == prediction.account
     assert "energy" not in same.account
 
 

@@ -65,6 +65,7 @@ def test_tables_show_each_stage_beside_measurement_and_limit() -> None:
     for expected in ("account of the peak memory", "workspaces of cuDNN", "×1.5", "measured", "4.50 GiB", "limit", "×2.67 the"):
         assert expected in text
     assert "account of the step time" in text
+    assert " to 2.78 GiB" not in text, "how wrong physics alone would be is a guess"
     assert "×1 " not in text, "a stage that changes only the interval has no factor"
 
 
@@ -74,6 +75,13 @@ def test_the_account_comes_back_with_the_trial() -> None:
         found = read.predicted[quantity].stages
         assert [stage.name for stage in found] == [stage.name for stage in estimate.stages]
         assert sum(stage.shift for stage in found) == pytest.approx(sum(stage.shift for stage in estimate.stages), abs=1e-4)
+
+
+def test_predictor_without_an_account_has_the_stages_of_the_guard_alone() -> None:
+    bare = Estimate(3.0 * GIB, 0.2).then("width", "runs scatter less", log_sigma=0.1)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(*tables_of({"memory": bare}))
+    assert "2.54 GiB to 3.54 GiB" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_trial_is_found_by_its_number_or_its_name() -> None:

@@ -129,6 +129,20 @@ def test_prediction_of_another_predictor_without_account_is_explained(log: str, 
     assert "Trial 7 has predictions, but no account of them" in capsys.readouterr().err
 
 
+def test_own_log_that_cannot_be_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "explained_alone.py").write_text(SCRIPT)
+    words = ["check", f"{tmp_path / 'explained_alone.py'}:build", "--set", "width=160", "--gpu", "t4"]
+    damaged = tmp_path / "damaged.db"
+    damaged.write_text("no database")
+    monkeypatch.setenv("PERFGUARD_LOG", str(damaged))
+    assert main(words) == 0
+    assert main([*words, "--log", str(damaged)]) == 3, "a log that was named is meant"
+    assert "is no measurement log, or is damaged" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["predict", "check"])
 def test_explain_of_a_workload_prints_the_number_that_a_trial_would_get(
     command: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -147,8 +161,11 @@ def test_explain_of_a_workload_prints_the_number_that_a_trial_would_get(
         assert document["account"][quantity][-1]["median"] == pytest.approx(expected[quantity].median, rel=1e-6)
     assert any("Learnt from 4 runs of Tesla T4" in note for note in document["notes"])
     monkeypatch.setenv("PERFGUARD_LOG", log)
+    monkeypatch.setenv("PERFGUARD_QUIET", "")
     assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["account"] == document["account"], "the user's own log counts"
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["account"] == document["account"], "the user's own log counts"
+    assert "brings 4 runs" not in printed.err, "the line of a study"
     assert main([*words, "--log", "none", "--json"]) == 0
     shipped = json.loads(capsys.readouterr().out)["account"]
     assert shipped["step_time"][-1]["median"] < 0.9 * document["account"]["step_time"][-1]["median"]
