@@ -31,7 +31,7 @@ from perfguard.risk_budget import EVEN_CHANCE
 from perfguard.verdict import Action, Verdict
 
 if TYPE_CHECKING:
-    from perfguard.measure import Measurement, Status
+    from perfguard.measure import CutShort, Measurement, Status
 
 QUANTITIES: tuple[Quantity, ...] = tuple(SPECS)
 _NUMBERS = ("predicted", "low", "high", "limit")
@@ -165,6 +165,8 @@ class TrialRecord:
     """Why what ran says nothing of the guarded device. Empty: it does, or nothing ran."""
     note: str = ""
     """Limits of the measurement's reliability."""
+    cut_short: CutShort = ""
+    """Who has stopped the trial before its end. Empty: nobody did, or the tuner alone knows it."""
     set_aside: str = ""
     """Why nothing is learnt from the measurement. Empty: it is learnt, unless it is implausible."""
     params: Mapping[str, Any] = field(default_factory=dict)
