@@ -13,7 +13,7 @@ from perfguard import explain
 from perfguard.budget import Budget
 from perfguard.cli.guards import add_log_argument, guard_for, notes_of
 from perfguard.cli.predict import alias_notes, estimate_as_json, print_tables
-from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, is_script, subject_of
+from perfguard.cli.subject import add_subject_arguments, chance, check_subject, in_network, is_script, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.risk_budget import SMALL_CHANCE
@@ -43,9 +43,10 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device, for --max-cost")
     parser.add_argument(
         "--risk",
-        type=float,
+        type=chance,
+        metavar="0.05|5%",
         default=SMALL_CHANCE,
-        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {SMALL_CHANCE})",
+        help=f"largest accepted chance to exceed a limit; does not fit from 1 - risk on (default: {SMALL_CHANCE})",
     )
     add_log_argument(parser)
     parser.add_argument("--explain", action="store_true", help="show how each number came to be, stage by stage")

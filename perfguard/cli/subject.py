@@ -112,6 +112,15 @@ def whole_number(text: str) -> int:
     return number
 
 
+def chance(text: str) -> float:
+    """Parse "0.05" or "5%"."""
+    number = text.strip().removesuffix("%")
+    try:
+        return float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a chance such as 0.05 or 5%, but got {text!r}") from None
+
+
 def parameter(text: str) -> tuple[str, Any]:
     """Parse "width=32" of --set: a name, and a literal of Python or a plain word."""
     name, separator, value = text.partition("=")
