@@ -248,7 +248,8 @@ class Budget:
 def needed_on_host(host_memory: HostMemory, prediction: Prediction, device: Device) -> Estimate:
     """Return the bytes that a trial holds in the memory of the host. A CPU is the host, so there the step is on it, too."""
     of_step = prediction.peak_memory.median if device.kind == "cpu" else 0.0
-    return Estimate(host_memory.needed_bytes + of_step, _HOST_LOG_SIGMA)
+    held = Estimate.of_physics(max(host_memory.needed_bytes, 1), _HOST_LOG_SIGMA, "what the trial's process holds")
+    return held.then("step", "a CPU is the host", median=held.median + of_step)
 
 
 def _fraction(memory: int | float | str | None, name: str) -> float | None:

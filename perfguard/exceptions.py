@@ -201,6 +201,11 @@ def log_once(topic: str, message: str) -> None:
         print(f"[PerfGuard] {message}", file=sys.stderr)
 
 
+def leave_unsaid(topic: str) -> None:
+    """Let :func:`log_once` say nothing on ``topic`` in this process."""
+    _said.add(topic)
+
+
 def why_not_imported(error: ImportError, package: str, if_missing: str) -> str:
     """Error message for a ``package`` that could not be imported: ``if_missing`` if it is not installed.
 

@@ -305,7 +305,10 @@ class Guard:
             scatter = scatter_of_readings(prediction.peak_memory.median, self.device.kind)
             prediction = prediction.widened(self._assessment.widening, least_memory_log_sigma=scatter)
         total_time = prediction.total_time
-        prediction = replace(prediction, total_time=total_time and total_time.scaled(1.0, log_sigma=steps_log_sigma))
+        if total_time is not None:
+            words = "finished trials differ in their steps"
+            total_time = total_time.scaled(1.0, log_sigma=steps_log_sigma, name="number of steps", why=words)
+            prediction = replace(prediction, total_time=total_time)
         return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
 
     def judge(
@@ -333,13 +336,14 @@ class Guard:
         """
         capacity_bytes = self.budget.capacity_bytes(self.device)
         least = graph if isinstance(graph, LeastMemory) else LeastMemory.of(graph, self.device)
+        prediction: Prediction | None = None
         if not isinstance(graph, LeastMemory) and least.num_bytes <= HOPELESS * capacity_bytes:
             prediction = self.predict(graph, steps=steps, steps_log_sigma=steps_log_sigma)
             largest = ""
             for name, phase in phases.items():
                 other = self.predict(phase)
                 if other.peak_memory.median > prediction.peak_memory.median:
-                    prediction, largest = prediction.with_memory_of(other), name
+                    prediction, largest = prediction.with_memory_of(other, phase=name), name
             verdict = replace(
                 Verdict.of(prediction, limits(prediction), accepted=threshold),
                 phase=largest,
@@ -347,7 +351,7 @@ class Guard:
             )
             if verdict.action == "prune" or least.num_bytes <= capacity_bytes:
                 return verdict
-        prediction = least.prediction(self.device, steps=steps)
+        prediction = least.prediction(self.device, steps=steps, instead_of=prediction)
         return Verdict.of(prediction, limits(prediction), accepted=threshold, bound=str(least))
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:

@@ -81,8 +81,7 @@ class Database:
         try:
             with self.engine.connect() as connection:
                 is_new = self._check(connection)
-                is_older = not is_new and any(_missing_columns(connection))
-            if is_new or is_older:
+            if is_new:
                 self._make()
             if self.file is not None:
                 with self.engine.connect() as connection:
@@ -105,9 +104,6 @@ class Database:
             if self._format_in(connection) is None:
                 Base.metadata.create_all(connection)
                 connection.execute(sql.insert(MetaRow), {"key": "format", "value": LOG_FORMAT})
-            for table, column in _missing_columns(connection):  # of a log that a PerfGuard with fewer quantities has made
-                kind = column.type.compile(connection.dialect)
-                connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN {column.name} {kind}")
 
     def _check(self, connection: sql.Connection) -> bool:
         """Whether the log is new; raises if it is damaged, or not ours to use."""
@@ -130,7 +126,8 @@ class Database:
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
             is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
-            raise LogError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
+            mend = "Update perfguard. " if int(found) > int(LOG_FORMAT) else ""  # no released version has made an older one
+            raise LogError(f"The measurement log {self.name} {is_what}. {mend}{_ELSEWHERE}")
         return found
 
     def _corrupt(self, reason: str) -> LogError:
@@ -298,14 +295,6 @@ def _make_engine(url: sql.URL, busy_timeout_s: float) -> sql.Engine:
         pragmas = "PRAGMA cache_size=-65536; PRAGMA wal_autocheckpoint=8000"
         sql.event.listen(engine, "connect", lambda connection, _: connection.executescript(pragmas))
     return engine
-
-
-def _missing_columns(connection: sql.Connection) -> Iterator[tuple[str, sql.Column[Any]]]:
-    """The columns that the tables of a log do not have yet, with the names of their tables."""
-    inspector = sql.inspect(connection)
-    for table in Base.metadata.sorted_tables:
-        known = {column["name"] for column in inspector.get_columns(table.name)}
-        yield from ((table.name, column) for column in table.columns if column.name not in known)
 
 
 def _write_ahead(connection: sql.Connection) -> bool:

@@ -25,7 +25,7 @@ from sqlalchemy import BigInteger, Double, Index, LargeBinary, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
-from perfguard.measure import CUT_SHORT, NOT_A_NUMBER, TOO_SLOW, Measurement
+from perfguard.measure import NOT_A_NUMBER, Measurement
 from perfguard.physics import least_exceeding
 from perfguard.predictor import Observation, Target
 from perfguard.record import QUANTITIES, VERDICT_COLUMNS, TrialRecord, breaks, columns_of, measured_by, numbers_in, verdict_from
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from perfguard.quantities import Quantity
     from perfguard.verdict import Verdict
 
-LOG_FORMAT = "1"
+LOG_FORMAT = "2"
 _1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -210,8 +210,8 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
         return decided
     measurement, predicted = measurement_of(run), decided.predicted
     time, step_time = predicted.get("time"), predicted.get("step_time")
-    stopped_early = False
-    if measurement.status == "ok" and time is not None and step_time is not None:
+    stopped_early = bool(measurement.cut_short)
+    if measurement.has_result and time is not None and step_time is not None:
         stopped_early = measurement.num_steps < WHOLE_TRIAL * time.median / step_time.median
     return replace(
         decided,
@@ -219,6 +219,7 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
         status=measurement.status,
         not_measured=_why_not_measured(run, measurement, device),
         note=measurement.note,
+        cut_short=measurement.cut_short,
         set_aside=run.set_aside or "",
         host=run.host or decision.host,
         stopped_early=stopped_early,
@@ -282,17 +283,16 @@ def ended_trial_of(run: MeasurementRow, decision: DecisionRow, *, usual_bytes: f
     if usual_bytes is not None:
         measured["memory"] = usual_bytes
     most = {limit.quantity: limit.limit for limit in limits}
-    has_result = measurement.status == "ok" and CUT_SHORT not in measurement.note
-    if has_result and "memory" in most:
+    if measurement.has_result and "memory" in most:
         most["memory"] = least_exceeding(most["memory"], "cpu" if run.device_id == "cpu" else "cuda")
     exceeded = [name for name in QUANTITIES if breaks(name, measurement.status, measured, most.get(name))]
-    if TOO_SLOW in measurement.note:
+    if measurement.cut_short == "too slow":
         exceeded = ["time"]
     return EndedTrial(
         total_s=measurement.total_time_s if math.isfinite(measurement.total_time_s) else 0.0,
         exceeded=shows(exceeded[0], phase=decision.phase or "") if exceeded else None,  # type: ignore[attr-defined]
         first_step_s=measurement.first_step_s,
-        has_result=has_result,
+        has_result=measurement.has_result,
     )
 
 
@@ -315,8 +315,7 @@ def _columns_in(decision: DecisionRow) -> dict[str, Any]:
 def device_from_json(data: str) -> Device:
     """Return the device that :func:`device_row` wrote."""
     document = json.loads(data)
-    since = {"link_bytes_per_s": 0.0, "network_bytes_per_s": 0.0}  # they are newer than the log
-    return Device(**{field.name: (since | document)[field.name] for field in fields(Device)})
+    return Device(**{field.name: document[field.name] for field in fields(Device)})
 
 
 def as_ns(time: datetime) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from perfguard.measure import CUT_SHORT
 from perfguard.physics import scatter_of_readings
 from perfguard.predictor import SIGMA_OF_MAD, Estimate, Observation
 from perfguard.quantities import format_bytes
@@ -44,7 +43,7 @@ def judged_by(verdict: Verdict, runs: Sequence[Observation], *, steps: int | Non
     """
     if verdict.is_ruled_out:
         return verdict
-    whole = [run for run in runs if run.measurement.status == "ok" and CUT_SHORT not in run.measurement.note]
+    whole = [run for run in runs if run.measurement.has_result]
     broken = [limit for limit in verdict.limits if limit.margin(verdict.accepted) > 0]
     if whole:
         read = [_as_read(limit, verdict, whole, steps=steps) for limit in broken]

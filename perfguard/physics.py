@@ -126,12 +126,26 @@ class LeastMemory:
         words = ", ".join(f"{noun} {format_bytes(num_bytes)}" for noun, num_bytes in largest) or "one tensor alone"
         return f"at least {format_bytes(self.num_bytes)} ({words})"
 
-    def prediction(self, device: Device, *, steps: int | None) -> Prediction:
-        """Prediction for a step that does not fit the device: finite, and above the bound with near certainty."""
+    def prediction(self, device: Device, *, steps: int | None, instead_of: Prediction | None = None) -> Prediction:
+        """Prediction for a step that does not fit the device: finite, and above the bound with near certainty.
+
+        Args:
+            device: which it does not fit.
+            steps: steps of the whole trial. None: unknown.
+            instead_of: the prediction that the bound overrules, whose account goes on. None: there is none, and the account
+                begins with the bound.
+        """
+        bound, roofline_s = "tensors that live at once do not fit", max(self.step_time_s, 1e-9)
+        if instead_of is None:
+            memory = Estimate.of_physics(self.num_bytes, 0.2, "tensors that live at once")
+            step_time = Estimate.of_physics(roofline_s, 0.6, "at the device's peak rates")
+        else:
+            memory, step_time = instead_of.peak_memory, instead_of.step_time
         # The peak is above the bound with probability 0.999 (3.1 sigmas), and 1.9 times the bound in the middle. 62 published
         # runs of timm models on an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle.
-        peak_memory = Estimate(self.num_bytes * math.exp(3.1 * 0.2), 0.2)
-        step_time = Estimate(2.0 * max(self.step_time_s, 1e-9), 0.6)  # one to four times as long as at the peak rates
+        peak_memory = memory.then("least memory", bound, median=self.num_bytes * math.exp(3.1 * 0.2), log_sigma=0.2)
+        # One to four times as long as at the peak rates.
+        step_time = step_time.then("least memory", bound, median=2.0 * roofline_s, log_sigma=0.6)
         return Prediction(
             peak_memory=peak_memory,
             step_time=step_time,

@@ -1,6 +1,6 @@
-"""Two pictures of a guarded study, with Plotly: predicted against measured, and what the guard saved.
+"""Pictures of a guarded study, with Plotly: predicted against measured, what the guard saved, and the account of a prediction.
 
-Both take the records of a study (:class:`perfguard.record.TrialRecord`), whichever tuner or log they come from.
+They take the records of a study (:class:`perfguard.record.TrialRecord`), whichever tuner or log they come from.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from perfguard.account import PHYSICS
 from perfguard.exceptions import ConfigurationError
+from perfguard.explain import lines_of
 from perfguard.quantities import SPECS, Quantity, format_quantity, format_seconds
 from perfguard.record import TrialRecord
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from perfguard.predictor import Estimate
 
 Outcome = Literal["launched", "repaired", "over", "failed", "unmeasured", "unguarded", "pruned"]
 
@@ -245,6 +250,97 @@ def _savings_in_words(records: Sequence[TrialRecord]) -> str:
     about = format_seconds(sum(estimate.median for estimate in estimates))
     ends = [format_seconds(sum(estimate.interval()[side] for estimate in estimates)) for side in (0, 1)]
     return f"{words}, about {about} saved ({' to '.join(ends)}, if all predictions err to one side)"
+
+
+def plot_account(
+    estimate: Estimate, *, quantity: Quantity, of: str = "", measured: float | None = None, limit: float | None = None
+) -> go.Figure:
+    """Draw the account of one estimate as a waterfall, from physics down to the number that decided.
+
+    Each stage is a row. Its bar reaches from the median before it to the median after it, where the mark stands. The line through
+    the mark is the 90% interval after the stage. The axis is logarithmic, so equal factors have bars of equal length.
+
+    Args:
+        estimate: with its account.
+        quantity: what it is of.
+        of: whose it is, for the title, such as "trial 12".
+        measured: what was measured. None: nothing was.
+        limit: the budget. None: there is none.
+
+    Raises:
+        ConfigurationError: without Plotly.
+    """
+    noun, lines = SPECS[quantity].noun, lines_of(estimate)
+    title = f"How the predicted {noun} came to be"
+    if not lines:
+        return _empty(title, "The prediction has no account. Its predictor gives none, or an older PerfGuard has made it.")
+    unit, size = _unit_of(quantity, [line.median for line in lines])
+    words = [of, f"predicted {format_quantity(quantity, estimate.median)}"]
+    words += [] if measured is None else [f"measured {format_quantity(quantity, measured)}"]
+    figure = _figure(title, ", ".join(filter(None, words)))
+    befores = [lines[0].median, *(line.median for line in lines[:-1])]
+    rows = list(range(len(lines)))
+    first = (
+        lines[:1] if lines[0].name == PHYSICS and len(lines) > 1 else []
+    )  # how wrong physics alone would be is a guess, which is not drawn
+    judged = lines[len(first) :]
+    rises, falls = OUTCOMES["pruned"].color, OUTCOMES["unmeasured"].color
+    figure.add_bar(
+        orientation="h",
+        y=rows,
+        base=[min(before, line.median) / size for before, line in zip(befores, lines, strict=True)],
+        x=[abs(line.median - before) / size for before, line in zip(befores, lines, strict=True)],
+        marker={"color": [rises if line.factor >= 1 else falls for line in lines]},
+        hoverinfo="skip",
+        showlegend=False,
+    )
+    figure.add_scatter(
+        x=[line.median / size for line in lines],
+        y=rows,
+        error_x={
+            "array": [*(0.0 for _ in first), *((line.high - line.median) / size for line in judged)],
+            "arrayminus": [*(0.0 for _ in first), *((line.median - line.low) / size for line in judged)],
+            "color": _faint(OUTCOMES["launched"].color, 0.5),
+            "thickness": 1.2,
+            "width": 3,
+        },
+        mode="markers",
+        marker={"color": OUTCOMES["launched"].color, "size": 8},
+        name="median after the stage, and its 90% interval",
+        hovertext=[f"{line.name}: {format_quantity(quantity, line.median)}<br>{html.escape(line.why)}" for line in lines],
+        hoverinfo="text",
+    )
+    for value, name, color in ((measured, "measured", "#000000"), (limit, "budget", OUTCOMES["over"].color)):
+        if value is not None:
+            dash = {"color": color, "dash": "dash" if name == "budget" else "solid"}
+            figure.add_scatter(x=[None], y=[None], mode="lines", line=dash, name=f"{name} {format_quantity(quantity, value)}")
+            figure.add_vline(x=value / size, line=dash)
+    known = [lines[0].median / size, *(end / size for line in judged for end in (line.low, line.high))]
+    known += [value / size for value in (measured, limit) if value]
+    low, high = min(known) / 1.2, max(known) * 1.2
+    ticks = _log_ticks(low, high)
+    figure.update_xaxes(
+        type="log",
+        range=[math.log10(low), math.log10(high)],
+        tickvals=ticks,
+        ticktext=[_tick_text(value) for value in ticks],
+        title=f"{noun} ({unit})",
+    )
+    figure.update_yaxes(tickvals=rows, ticktext=[html.escape(line.name) for line in lines], autorange="reversed")
+    return figure
+
+
+def write_page(figure: go.Figure, path: str) -> None:
+    """Write a picture as one HTML file. Its folder is made if it is not there.
+
+    Raises:
+        ConfigurationError: if the file cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.write_html(path)
+    except OSError as error:
+        raise ConfigurationError(f"The picture cannot be written to {path!r}: {error}") from error
 
 
 # --- The parts of a figure ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
+from perfguard.account import PHYSICS, Account, Stage
 from perfguard.exceptions import ConfigurationError, PredictorError
 from perfguard.pytorch import random_numbers_kept
 from perfguard.workload import Mode, Precision, Tf32, Workload
@@ -59,6 +60,28 @@ class Estimate:
     """The point prediction, in the quantity's unit."""
     log_sigma: float
     """Standard deviation of the logarithm; 0.1 is about 10%."""
+    stages: Account = field(default=(), compare=False, repr=False)
+    """How it came to be, from physics to the last bound; see :mod:`perfguard.account`. Empty: it has no account."""
+
+    @classmethod
+    def of_physics(cls, median: float, log_sigma: float, why: str) -> Estimate:
+        """Return the estimate that an account begins with."""
+        return cls(median, log_sigma, (Stage(PHYSICS, 0.0, log_sigma, why),))
+
+    def then(self, name: str, why: str, *, median: float | None = None, log_sigma: float | None = None) -> Estimate:
+        """Return the estimate after a stage that has changed its median, its standard deviation, or both.
+
+        Args:
+            name: of the stage.
+            why: the reason in about six words.
+            median: the new one. None: the same.
+            log_sigma: the new one. None: the same.
+        """
+        after = Estimate(self.median if median is None else median, self.log_sigma if log_sigma is None else log_sigma)
+        if after == self:
+            return self
+        stage = Stage(name, math.log(after.median / self.median), after.log_sigma, why)
+        return Estimate(after.median, after.log_sigma, (*self.stages, stage))
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.median) and self.median > 0):
@@ -78,9 +101,16 @@ class Estimate:
         """The central interval that holds the quantity with probability ``coverage``, in (0, 1)."""
         return self.quantile((1 - coverage) / 2), self.quantile((1 + coverage) / 2)
 
-    def scaled(self, factor: float, *, log_sigma: float = 0.0) -> Estimate:
-        """The estimate times a factor that is itself known up to ``log_sigma``."""
-        return Estimate(self.median * factor, math.hypot(self.log_sigma, log_sigma))
+    def scaled(
+        self, factor: float, *, log_sigma: float = 0.0, name: str = "units", why: str = "the factor is not sure"
+    ) -> Estimate:
+        """The estimate in another unit, such as seconds of a trial for those of a step.
+
+        Its account is the same, from a physics that is ``factor`` times as much. A factor that is itself known up to
+        ``log_sigma`` is a stage of this ``name``.
+        """
+        in_unit = Estimate(self.median * factor, self.log_sigma, self.stages)
+        return in_unit.then(name, why, log_sigma=math.hypot(self.log_sigma, log_sigma))
 
 
 def widened_log_sigma(log_sigma: float, factor: float) -> float:
@@ -111,14 +141,15 @@ class Prediction:
     memory_parts_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes of each part of ``peak_memory.median``, which they add up to; empty: the predictor cannot say.
 
-    Those of the replay come from :func:`perfguard.graph.memory_parts`. The rest is "correction": what the predictor adds for
-    workspaces and caches, or takes away. It may be negative.
+    Those of the replay come from :func:`perfguard.graph.memory_parts`. The rest is "correction": what the later stages of
+    :attr:`account` add, or take away. It may be negative.
     """
     time_parts_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of ``step_time.median``, which they add up to; empty: the predictor cannot say.
 
     "host" launches operators while the device waits for it, "device" computes them, "copies" move the batch to the device. With
-    several ranks, "communication" waits for the links between them and for the slowest one.
+    several ranks, "communication" waits for the links between them and for the slowest one. These are as the shipped weights
+    predict them. The rest is "correction": what the later stages of :attr:`account` add, or take away. It may be negative.
     """
     time_by_kind_s: Mapping[str, float] = field(default_factory=dict)
     """The same seconds by kind of operator, largest first: its launches where the device waits for the host, else its kernels.
@@ -138,15 +169,23 @@ class Prediction:
     predictor does not tell them apart."""
 
     def __post_init__(self) -> None:
-        # The parts add up to the number above them, whatever changed it: learning, a lower bound, or fitted rates.
-        for name in ("time_parts_s", "time_by_kind_s"):
-            parts: Mapping[str, float] = getattr(self, name)
-            factor = self.step_time.median / (sum(parts.values()) or 1.0)
-            object.__setattr__(self, name, {part: seconds * factor for part, seconds in parts.items()})
-        if self.memory_parts_bytes:
-            replayed = {name: held for name, held in self.memory_parts_bytes.items() if name != "correction"}
-            correction = self.peak_memory.median - sum(replayed.values())
-            object.__setattr__(self, "memory_parts_bytes", replayed | {"correction": correction})
+        object.__setattr__(self, "memory_parts_bytes", _adding_up(self.memory_parts_bytes, self.peak_memory.median))
+        object.__setattr__(self, "time_parts_s", _adding_up(self.time_parts_s, self.step_time.median))
+        object.__setattr__(self, "time_by_kind_s", _adding_up(self.time_by_kind_s, self.step_time.median))
+
+    @property
+    def account(self) -> Mapping[str, Account]:
+        """What each stage has changed, from physics to the last bound, by quantity: "memory", "step_time", "time", "energy".
+
+        The shifts of a quantity add up to log(median / physics). A quantity that is not known is left out.
+        """
+        known = {
+            "memory": self.peak_memory,
+            "step_time": self.step_time,
+            "time": self.total_time,
+            "energy": self.energy,
+        }
+        return {quantity: estimate.stages for quantity, estimate in known.items() if estimate is not None}
 
     def p_oom(self, capacity_bytes: int) -> float:
         """The chance that the peak does not fit in ``capacity_bytes``."""
@@ -165,11 +204,14 @@ class Prediction:
         """
 
         def widened(estimate: Estimate, target: Target) -> Estimate:
-            return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
+            factor = factors.get(target, 1.0)
+            why = f"runs here scatter {'more' if factor > 1 else 'less'} than predicted"
+            return estimate.then("width", why, log_sigma=widened_log_sigma(estimate.log_sigma, factor))
 
         step_time = widened(self.step_time, "time")
         memory = widened(self.peak_memory, "memory")
-        memory = replace(memory, log_sigma=max(memory.log_sigma, least_memory_log_sigma))
+        scatter = max(memory.log_sigma, least_memory_log_sigma)
+        memory = memory.then("scatter of readings", "equal trials differ by as much", log_sigma=scatter)
         done = {"memory": memory.log_sigma / self.peak_memory.log_sigma, "time": step_time.log_sigma / self.step_time.log_sigma}
         return replace(
             self,
@@ -181,16 +223,29 @@ class Prediction:
 
     def at_least(self, memory_bytes: float, step_time_s: float) -> Prediction:
         """Return the prediction with medians that are no lower than these; see :func:`perfguard.physics.least_reading`."""
-        memory = replace(self.peak_memory, median=max(self.peak_memory.median, memory_bytes))
-        step_time = replace(self.step_time, median=max(self.step_time.median, step_time_s))
-        slower = step_time.median / self.step_time.median
-        return replace(
-            self, peak_memory=memory, step_time=step_time, total_time=self.total_time and self.total_time.scaled(slower)
-        )
 
-    def with_memory_of(self, other: Prediction) -> Prediction:
-        """Return the prediction with the memory of ``other``, another phase of the same trial."""
-        return replace(self, peak_memory=other.peak_memory, memory_parts_bytes=other.memory_parts_bytes)
+        def raised(estimate: Estimate, least: float) -> Estimate:
+            return estimate.then("least reading", "no correct reading is lower", median=max(estimate.median, least))
+
+        step_time, total_time = raised(self.step_time, step_time_s), self.total_time
+        slower = step_time.median / self.step_time.median
+        if total_time is not None:
+            total_time = raised(total_time, total_time.median * slower)
+        return replace(self, peak_memory=raised(self.peak_memory, memory_bytes), step_time=step_time, total_time=total_time)
+
+    def with_memory_of(self, other: Prediction, *, phase: str) -> Prediction:
+        """Return the prediction with the memory of ``other``, another ``phase`` of the same trial, such as "the evaluation"."""
+        theirs = other.peak_memory
+        memory = self.peak_memory.then("largest phase", f"{phase} needs most", median=theirs.median, log_sigma=theirs.log_sigma)
+        return replace(self, peak_memory=memory, memory_parts_bytes=other.memory_parts_bytes)
+
+
+def _adding_up(parts: Mapping[str, float], total: float) -> Mapping[str, float]:
+    """Return ``parts`` with a "correction" that makes them add up to ``total``. No parts stay none."""
+    known = {name: value for name, value in parts.items() if name != "correction"}
+    correction = total - sum(known.values())
+    is_needed = known and abs(correction) > 1e-9 * total
+    return known | {"correction": correction} if is_needed else known
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from perfguard.account import account_as_json, accounts_from_json
 from perfguard.budget import Limit
 from perfguard.predictor import HALF_INTERVAL, Estimate
 from perfguard.quantities import SPECS, Quantity
@@ -30,7 +31,7 @@ from perfguard.risk_budget import EVEN_CHANCE
 from perfguard.verdict import Action, Verdict
 
 if TYPE_CHECKING:
-    from perfguard.measure import Measurement, Status
+    from perfguard.measure import CutShort, Measurement, Status
 
 QUANTITIES: tuple[Quantity, ...] = tuple(SPECS)
 _NUMBERS = ("predicted", "low", "high", "limit")
@@ -52,6 +53,8 @@ VERDICT_COLUMNS: Mapping[str, type] = {
     # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
     "memory_widening": float,
     "step_time_widening": float,
+    # What each stage of each prediction has changed, as perfguard.account writes it.
+    "account": str,
     **{name: float for names in _COLUMNS.values() for name in names},
 }
 """Every column of a verdict, with the type of its values."""
@@ -65,6 +68,7 @@ def columns_of(verdict: Verdict) -> dict[str, Any]:
         columns["predictor"] = verdict.prediction.predictor
         names = {"memory": "memory_widening", "time": "step_time_widening"}
         columns |= {names[target]: factor for target, factor in verdict.prediction.widening.items()}
+    columns["account"] = account_as_json(verdict.predicted)
     for quantity, estimate in verdict.predicted.items():
         columns |= _numbers_of(quantity, estimate)
     for limit in verdict.limits:
@@ -85,6 +89,8 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
     if action is None:
         return None
     predicted, limits = numbers_in(columns)
+    accounts = accounts_from_json(columns.get("account") or "")
+    predicted = {name: replace(estimate, stages=accounts.get(name, ())) for name, estimate in predicted.items()}
     repair = json.loads(columns.get("repair") or "{}")
     _, proposed = numbers_in(repair.pop("as_proposed", {}))
     texts: dict[str, Any] = {name: columns.get(name) or "" for name in _TEXTS}
@@ -159,6 +165,8 @@ class TrialRecord:
     """Why what ran says nothing of the guarded device. Empty: it does, or nothing ran."""
     note: str = ""
     """Limits of the measurement's reliability."""
+    cut_short: CutShort = ""
+    """Who has stopped the trial before its end. Empty: nobody did, or the tuner alone knows it."""
     set_aside: str = ""
     """Why nothing is learnt from the measurement. Empty: it is learnt, unless it is implausible."""
     params: Mapping[str, Any] = field(default_factory=dict)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from perfguard import __version__
 from perfguard.exceptions import ConfigurationError, LogError
-from perfguard.plots import OUTCOMES, graph_objects, outcome_of, plot_budget, plot_savings
+from perfguard.explain import log_error
+from perfguard.plots import OUTCOMES, graph_objects, outcome_of, plot_account, plot_budget, plot_savings
 from perfguard.quantities import SPECS, Quantity, format_quantity, format_seconds
 from perfguard.record import QUANTITIES, TrialRecord
 from perfguard.summary import Summary, summarize
@@ -195,6 +196,7 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         "config": {"responsive": True, "displayModeBar": False},
     }
     pictures = [plot_savings(shown), *(plot_budget(shown, quantity=quantity) for quantity in compared)]
+    pictures += [picture for quantity in compared if (picture := _account_picture(shown, quantity)) is not None]
     titles = [(picture.layout.meta["title"], picture.layout.meta["subtitle"]) for picture in pictures]
     for picture in pictures:  # a title in a picture is one line, which a phone cuts
         picture.update_layout(title=None, margin={"t": 20})
@@ -226,6 +228,25 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
         script=script,
         digests=" ".join(f"'sha256-{digest}'" for digest in digests),
         version=__version__,
+    )
+
+
+def _account_picture(records: Sequence[TrialRecord], quantity: Quantity) -> Any:
+    """Draw the account of the prediction that is furthest from its measurement; without a measurement, of the newest.
+
+    None: no prediction has an account.
+    """
+    known = [record for record in reversed(records) if quantity in record.predicted and record.predicted[quantity].stages]
+    if not known:
+        return None
+    record = max(known, key=lambda one: log_error(one, quantity))
+    which = "the newest" if log_error(record, quantity) < 0 else "the furthest from its measurement"
+    return plot_account(
+        record.predicted[quantity],
+        quantity=quantity,
+        of=f"trial {record.trial_id if record.number is None else record.number}, {which}",
+        measured=record.counted(quantity),
+        limit=record.limits.get(quantity),
     )
 
 

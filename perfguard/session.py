@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perfguard.exceptions import CaptureError, ConfigurationError, UnguardedTrialWarning
 from perfguard.guard import Guard, key_of_params
-from perfguard.measure import CUT_SHORT, TOO_SLOW, Measurement, Status
+from perfguard.measure import CutShort, Measurement, Status
 from perfguard.physics import least_exceeding
 from perfguard.record import measured_by
 from perfguard.rejections import Rejection, Search
@@ -56,6 +56,7 @@ class HowEnded(NamedTuple):
 
     status: Status
     note: str = ""
+    cut_short: CutShort = ""
 
 
 @dataclass(kw_only=True)
@@ -277,20 +278,20 @@ class TrialSession:
         self.problem = None
         return self._keep(self._record(verdict, params))
 
-    def note_of(self, note: str) -> str:
-        """Return the note of a measurement. That of a trial which was cut short says so if its pace has ended it."""
-        return f"{TOO_SLOW}: {self.stopped}" if self.stopped and CUT_SHORT in note else note
+    def how_ended(self, how: HowEnded) -> HowEnded:
+        """Return ``how`` the trial ended, as the guard knows it: what its pace has ended was not the tuner's to stop."""
+        return how._replace(note=self.stopped, cut_short="too slow") if self.stopped and how.cut_short else how
 
     def end(self, measurement: Measurement, *, is_whole: bool | None = None, difference: Difference | None = None) -> Ending:
         """Log what the trial cost, and learn from it.
 
         Args:
             measurement: of the trial.
-            is_whole: whether the trial came to its end. None: as the note of the measurement says.
+            is_whole: whether the trial came to its end. None: as the measurement says.
             difference: how its real step differs from the captured one. None: it does not, or that is not known.
         """
         if is_whole is None:
-            is_whole = CUT_SHORT not in measurement.note
+            is_whole = not measurement.cut_short
         if not is_whole and measurement.num_steps == 0:  # its memory does not show what its steps need
             measurement = replace(measurement, peak_memory_bytes=None)
         if self.dry_runs is not None:

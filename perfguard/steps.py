@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perfguard.measure import CUT_SHORT
 from perfguard.predictor import COVERAGE, HALF_INTERVAL, Observation
 
 
@@ -40,12 +39,7 @@ def steps_of_finished(runs: Sequence[Observation], *, study: str, steps_per_epoc
         study: the study of the trial. Empty: none, so nothing is known.
         steps_per_epoch: of the next trial. None: unknown.
     """
-    runs = [
-        run
-        for run in runs
-        if study and run.study == study and run.measurement.status == "ok" and run.measurement.num_steps
-        if CUT_SHORT not in run.measurement.note
-    ]
+    runs = [run for run in runs if study and run.study == study and run.measurement.has_result and run.measurement.num_steps]
     if not (number := len(runs)):
         return None
     logs = [math.log(run.measurement.num_steps) for run in runs]

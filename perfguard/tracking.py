@@ -25,6 +25,7 @@ def fields_of(record: TrialRecord) -> dict[str, float | str]:
     fields: dict[str, Any] = {} if record.verdict is None else columns_of(record.verdict)
     fields |= {column(quantity, "measured"): value for quantity, value in record.measured.items()}
     fields |= {"verdict": record.in_words, "reason": record.reason, "status": record.status, "not_measured": record.not_measured}
+    fields.pop("account", None)  # `perfguard explain` shows it, from the study or the log
     fields["over_budget"] = float(record.violates) if record.is_measured else None
     return {
         f"perfguard/{name}": value if isinstance(value, str) else float(value)

@@ -43,7 +43,8 @@ class ReplayPredictor:
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         self.num_asked += 1
         total_time = None if steps is None else self.step_time.scaled(steps)
-        memory = self.memory or Estimate(self.factor * graph.peak_live_bytes, 0.01)
+        replayed = Estimate.of_physics(graph.peak_live_bytes, 0.01, "tensors that live at once")
+        memory = self.memory or replayed.then("factor", "of the double", median=self.factor * replayed.median)
         return Prediction(memory, self.step_time, total_time, self.name, device.id, trained_on_device=True)
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:

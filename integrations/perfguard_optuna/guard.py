@@ -20,7 +20,7 @@ from perfguard.exceptions import ConfigurationError, UnguardedTrialError, Unguar
 from perfguard.guard import Guard, as_workload
 from perfguard.last_used import LastUsed
 from perfguard.leftovers import free_memory
-from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
+from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.record import columns_of, verdict_from
 from perfguard.rejections import Search
 from perfguard.repair import Repair
@@ -184,9 +184,8 @@ class OptunaGuard:
         note = "its end was not reported"
         if session.run.num_steps:
             note = f"ended at its last step, because {note}"
-        if ended is None or ended.state != TrialState.COMPLETE:
-            note += f"; {CUT_SHORT}"
-        session.end(HowEnded(status, note), at_last_step=True)
+        is_complete = ended is not None and ended.state == TrialState.COMPLETE
+        session.end(HowEnded(status, note, "" if is_complete else "by the tuner"), at_last_step=True)
 
     def search_of(self, study: optuna.Study) -> Search:
         """Return the state of the search in ``study``."""

@@ -19,7 +19,7 @@ from perfguard.capture import DryRuns
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, TooLargeError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
 from perfguard.guard_time import GuardClock, on_guard_time
-from perfguard.measure import CUT_SHORT, Measurement, Run, status_of
+from perfguard.measure import Measurement, Run, status_of
 from perfguard.record import column
 from perfguard.repair import Repair
 from perfguard.session import Ending, HowEnded, TrialSession
@@ -306,7 +306,7 @@ class OptunaSession:
         self.real_step = None
         if real_step is not None:
             real_step.close()
-        measurement = end_run(self.guard, run, how._replace(note=self.core.note_of(how.note)), at_last_step=at_last_step)
+        measurement = end_run(self.guard, run, self.core.how_ended(how), at_last_step=at_last_step)
         self.is_over = self.core.decision is not None
         if not self.is_over:
             return None
@@ -316,7 +316,7 @@ class OptunaSession:
             return None
         ending = self.core.end(
             measurement,
-            is_whole=not at_last_step and how.note != CUT_SHORT,
+            is_whole=not at_last_step and not how.cut_short,
             difference=None if real_step is None else real_step.difference,
         )
         self._write_ending(ending, how)
@@ -417,7 +417,7 @@ class OptunaSession:
 def how_ended(error: BaseException | None) -> HowEnded:
     """Return how a trial ended with ``error``."""
     if isinstance(error, optuna.TrialPruned):
-        return HowEnded("ok", CUT_SHORT)
+        return HowEnded("ok", cut_short="by the tuner")
     if isinstance(error, TimeLimitReached):
         return HowEnded("timeout", str(error))
     return HowEnded(status_of(error), "" if error is None else f"{type(error).__name__}: {error}"[:200])
@@ -436,7 +436,7 @@ def start_run(guard: Guard, on_step: Callable[[Any], object] | None = None) -> R
 def end_run(guard: Guard, run: Run, how: HowEnded, *, at_last_step: bool = False) -> Measurement | None:
     """End the measuring of a trial. None: it failed, which is a warning."""
     try:
-        return run.finish(how.status, note=how.note, at_last_step=at_last_step)
+        return run.finish(how.status, note=how.note, cut_short=how.cut_short, at_last_step=at_last_step)
     except Exception as error:
         _warn_unmeasured(guard, error)
         return None

@@ -6,6 +6,7 @@ import functools
 import inspect
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast
@@ -122,6 +123,15 @@ class GuardedStudy(optuna.Study):
             self.sampler = sampler
             if bar is not None:
                 bar.close()
+
+    def __repr__(self) -> str:
+        try:
+            states = Counter(trial.state for trial in self.get_trials(deepcopy=False))
+            name = self.study_name
+        except Exception:  # its storage is away, which whoever prints it cannot help
+            return super().__repr__()
+        known = ", ".join(f"{count} {state.name.lower()}" for state, count in sorted(states.items()))
+        return f"<GuardedStudy {name!r}: {known or 'no trials yet'}>"
 
     def _repr_html_(self) -> str:
         """The summary, as a notebook shows the study in the last line of a cell."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from perfguard import summary
 from perfguard.devices import Device, cpu_name, visible_gpu
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, warn_user
-from perfguard.measure import CUT_SHORT, Measurement, Run, Status, status_of
+from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.record import TrialRecord, measured_by
 from perfguard.session import HowEnded
 from perfguard.tracking import fields_of
@@ -240,7 +240,7 @@ class PerfGuardCallback(Callback):
         is_cut_short = bool(result.get(DONE)) and not trial.should_stop({**flatten_dict(result), DONE: False})
         session = entry.session
         if not session.stopped:  # Tune stops it at the result after the one that broke the budget
-            entry.how_ends = HowEnded("ok", CUT_SHORT if is_cut_short else "")
+            entry.how_ends = HowEnded("ok", cut_short="by the tuner" if is_cut_short else "")
         not_measured = self.ledger.why_not_measured(entry)
         entry.is_elsewhere = bool(not_measured)
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
@@ -248,14 +248,14 @@ class PerfGuardCallback(Callback):
                 del result[f"{PREFIX}{name}"]
         verdict = entry.verdict
         is_measured = entry.reported and not not_measured
-        measured = measured_by(self.ledger.measurement(entry, "ok"), verdict.predicted) if is_measured else {}
+        measured = measured_by(self.ledger.measurement(entry), verdict.predicted) if is_measured else {}
         # Its end is not known yet. But one that runs against its verdict is not to be shown as pruned.
         running = TrialRecord(number=None, verdict=verdict, measured=measured, not_measured=not_measured, status="ok")
         fields = fields_of(running)
         del fields[f"{PREFIX}status"]
         result.update(fields)  # for the loggers that stand after this callback
         if session.too_slow(entry) is not None:
-            entry.how_ends = HowEnded("ok", CUT_SHORT)
+            entry.how_ends = HowEnded("ok", cut_short="by the tuner")
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
 
@@ -298,8 +298,8 @@ class PerfGuardCallback(Callback):
                 _stop(trial)
             elif trial.status == Trial.TERMINATED:
                 # Tune has no other callback for trials that a stopper of the whole experiment ends.
-                note = f"{CUT_SHORT}: stopped with the experiment"
-                self.ledger.finish(trial.trial_id, HowEnded("ok" if entry.reported else "interrupted", note))
+                status: Status = "ok" if entry.reported else "interrupted"
+                self.ledger.finish(trial.trial_id, HowEnded(status, "stopped with the experiment", "by the tuner"))
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
         """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""

@@ -20,7 +20,7 @@ from ray.tune.utils import flatten_dict
 from perfguard.capture import DryRuns
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Guard
-from perfguard.measure import CUT_SHORT, Measurement, Status
+from perfguard.measure import Measurement
 from perfguard.pace import Pace
 from perfguard.rejections import Search
 from perfguard.repair import AS_PROPOSED, Repair
@@ -260,7 +260,7 @@ class Ledger:
         if entry is not None and not _equal(entry.config, config):
             if entry.begun_at is None and entry.session.decision is not None:
                 self.search.superseded.add(entry.session.decision.id)  # Tune has filled in a value that the search could not see
-            self.finish(trial_id, HowEnded("ok", CUT_SHORT))
+            self.finish(trial_id, HowEnded("ok", cut_short="by the tuner"))
             entry = None
         if entry is None:
             entry = self.entries[trial_id] = self._judge_running(trial_id, config, trial)
@@ -307,20 +307,20 @@ class Ledger:
         entry = self.entries.pop(trial_id, None)
         if entry is None or entry.begun_at is None:
             return
-        status, note = entry.how_ends if how is None else how
         session = entry.session
+        how = session.how_ended(entry.how_ends if how is None else how)
         was_asked = session.problem is not None or session.captured is not None
-        if session.problem is not None and status != "interrupted":
+        if session.problem is not None and how.status != "interrupted":
             session.end_unjudged(entry.config)
-        if not entry.reported and status in ("ok", "timeout"):
-            note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
+        if not entry.reported and how.status in ("ok", "timeout"):
+            how = how._replace(note="; ".join(filter(None, [how.note, "the trial reported no measurement"])))
             if not entry.resumes:
                 self._warn_of_silence()
         try:
             difference = receive(trial_id, "difference") if was_asked else None
             if was_asked:
                 forget(trial_id)
-            session.end(self.measurement(entry, status, session.note_of(note)), difference=difference)
+            session.end(self.measurement(entry, how), difference=difference)
         except Exception as error:
             self.warn_once(
                 "learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {type(error).__name__}: {error}"
@@ -336,29 +336,30 @@ class Ledger:
         message = f"A trial ended without reporting what it cost, so nothing can be learnt from it. {mend}"
         self.warn_once("silent", MeasurementWarning, message)
 
-    def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
+    def measurement(self, entry: Entry, how: HowEnded = _OK) -> Measurement:
         """The cost of the trial until its latest report."""
         report = entry.reported
         nothing = {"peak_memory_bytes": None, "step_time_s": None, "method": "none", "framework": ""}
         device = {"device_id": self.guard.device.id, "device_name": self.guard.device.name}
         reported = {one.name: report[one.name] for one in fields(Measurement) if one.name in report}
         # The dry run has seen steps. Where this process has made none, others have, unless memory ended before the first.
-        if status != "oom" and getattr(self.build, "captures", False) and not entry.num_steps:
+        if how.status != "oom" and getattr(self.build, "captures", False) and not entry.num_steps:
             reported = {name: value for name, value in reported.items() if name in device}
         total_time_s = entry.elapsed_s
-        if status == "timeout":  # it may have hung since its latest report
+        if how.status == "timeout":  # it may have hung since its latest report
             total_time_s += entry.running_s - entry.reported_s
         known = {
-            "status": status,
+            "status": how.status,
+            "cut_short": how.cut_short,
             "total_time_s": total_time_s or entry.running_s,
             "num_steps": entry.num_steps,
-            "note": "; ".join(filter(None, [note, report.get("note")])),
+            "note": "; ".join(filter(None, [how.note, report.get("note")])),
         }
         return Measurement(**{**nothing, **device, **reported, **known})
 
     def why_not_measured(self, entry: Entry) -> str:
         """The reason why a trial's report is not a measurement of the guarded device. Empty: it is, or there is no report."""
-        measurement, device = self.measurement(entry, "ok"), self.guard.device
+        measurement, device = self.measurement(entry), self.guard.device
         if not entry.reported or measurement.is_of(device):
             return ""
         return f"the worker used no {device.name}; the trial ran on {measurement.device_name}"

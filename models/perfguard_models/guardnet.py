@@ -31,7 +31,7 @@ from perfguard.predictor import SIGMA_OF_MAD, TARGETS, Estimate, Observation, Pr
 from perfguard_models.fine_tuning import FineTuned, LearntRun, fine_tune
 from perfguard_models.learner import CPU_PREFIX, FittedModel, Learner, read_trained
 from perfguard_models.process_growth import Growth, growth_of, with_growth
-from perfguard_models.raw_prediction import PHYSICS, PRIOR, RawPrediction, Weights, gp_inputs, scale_of
+from perfguard_models.raw_prediction import PHYSICS, RawPrediction, Weights, gp_inputs, scale_of
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.step_time import StepTime
 from perfguard_models.torch_isolation import undisturbed
@@ -142,35 +142,51 @@ class GuardNet:
         raw = with_growth(self._raw(graph, device), self._growths.get(device.id, Growth()))
         launched = graph if raw.launched is None else raw.launched
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
-        overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
         on_device = self._weights[device.kind].trained_on(device)
         trained = tuple(
             target for target in TARGETS if (device.id, target) in self._posteriors or (raw.of[target].is_known and on_device)
         )
-        path = raw.path
+        path, waits_s = raw.path, 0.0 if raw.links is None else float(raw.links.waits_s.sum())
         by_kind = {"start": float(path.start_s), "batch_copy": float(path.copy_s)}
         for op, seconds in zip(graph.ops, path.op_time_s.tolist(), strict=True):
             by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds
         by_part = {"host": path.start_s + path.host_s.sum(), "device": path.device_s.sum(), "copies": path.copy_s}
         if raw.links is not None:
-            by_part["communication"] = by_kind["communication"] = float(raw.links.waits_s.sum())
+            by_part["communication"] = by_kind["communication"] = waits_s
+        to_seconds = raw.of["time"].estimate.median / (path.total_s + waits_s)  # of what the shipped weights predict
+        longest_first = sorted(by_kind.items(), key=lambda item: -item[1])
         return Prediction(
             peak_memory=memory,
             step_time=step_time,
-            total_time=None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma),
+            total_time=None if steps is None else self._total_time(step_time, steps, device),
             predictor=self.name,
             device_id=device.id,
             trained_on_device=trained == TARGETS,
             trained_quantities=trained,
             memory_parts_bytes=memory_parts(launched, device),
-            time_parts_s={name: float(seconds) for name, seconds in by_part.items()},
-            time_by_kind_s={kind: s for kind, s in sorted(by_kind.items(), key=lambda item: -item[1]) if s > 0},
+            time_parts_s={name: float(to_seconds * time) for name, time in by_part.items()},
+            time_by_kind_s={kind: float(to_seconds * time) for kind, time in longest_first if time > 0},
             gpu_util=raw.shares.get("gpu_util"),
             sm_active=raw.shares.get("sm_active"),
-            energy=None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1]),
+            energy=None if power is None else self._energy(step_time, *power),
             unmodelled=launched.unmodelled + (() if raw.links is None else raw.links.assumed),
         )
+
+    def _total_time(self, step_time: Estimate, steps: int, device: Device) -> Estimate:
+        """The time of a whole trial of ``steps`` on ``device``, with what the trials there took beside their steps."""
+        overhead, log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
+        alone = step_time.scaled(steps)
+        return alone.then(
+            "overhead",
+            "set-up and validation beside steps",
+            median=alone.median * math.exp(overhead),
+            log_sigma=math.hypot(alone.log_sigma, log_sigma),
+        )
+
+    def _energy(self, step_time: Estimate, log_power: float, log_sigma: float) -> Estimate:
+        """The joules of a step, from the power of the runs on its device."""
+        return step_time.scaled(math.exp(log_power), log_sigma=log_sigma, name="power", why="runs here differ in power")
 
     @undisturbed
     def op_time_shares(self, graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
@@ -225,7 +241,8 @@ class GuardNet:
             seconds = row.measured("time")
             if row.measurement.status == "ok" and row.decision_id and seconds and self._is_tuned_on(row.device):
                 raw = self._raw(row.graph, row.device)
-                runs.append(LearntRun(row.decision_id, row.device.id, raw.step, raw.of["time"].log_value, math.log(seconds)))
+                predicted = math.log(raw.of["time"].estimate.median)
+                runs.append(LearntRun(row.decision_id, row.device.id, raw.step, predicted, math.log(seconds)))
         tuned = fine_tune(self.lineage, self._weights["cuda"].step_time, runs)
         return None if tuned is None else tuned.to_bytes()
 
@@ -250,7 +267,7 @@ class GuardNet:
         if not known:
             return None
         raws = [with_growth(self._raw(row.graph, row.device), self._growths.get(row.device.id, Growth())) for row, _ in known]
-        apart = [math.log(value) - raw.of[target].log_value for (_, value), raw in zip(known, raws, strict=True)]
+        apart = [math.log(value / raw.of[target].estimate.median) for (_, value), raw in zip(known, raws, strict=True)]
         y = torch.tensor(apart, dtype=torch.float64)
         priors = [raw.of[target].prior for raw in raws]
         prior = prior or sorted(priors, key=lambda one: one.total)[len(priors) // 2]
@@ -274,11 +291,11 @@ class GuardNet:
         known = [(self._raw(row.graph, row.device), value) for row in rows if (value := row.measured("memory")) is not None]
         if not known or rows[0].device.kind != "cpu":
             return Growth()
-        memories = [raw.of["memory"] for raw, _ in known]
+        memories = [raw.of["memory"].estimate for raw, _ in known]
         return growth_of(
-            np.exp([memory.log_value for memory in memories]),
+            np.array([memory.median for memory in memories]),
             np.array([value for _, value in known]),
-            PRIOR.total * np.array([memory.log_sigma for memory in memories]),
+            np.array([memory.log_sigma for memory in memories]),
         )
 
     def _learn(
@@ -301,22 +318,31 @@ class GuardNet:
         self._posteriors[key] = condition(known.prior, at, y, limits)
 
     def _estimate(self, target: Target, raw: RawPrediction, graph: OpGraph, device: Device) -> Estimate:
-        estimate = raw.of[target]
-        mean, log_sigma = 0.0, PRIOR.total * estimate.log_sigma
-        posterior = self._posteriors.get((device.id, target))
-        if posterior is not None:
-            of_the_process, before = posterior.prior.total, torch.tensor([log_sigma], dtype=torch.float64)
-            scale = scale_of(log_sigma, of_the_process)
-            inputs = gp_inputs([raw], target, regime=float(posterior.regime), scale=scale, setting=_setting_of(graph))
-            means, log_sigmas = posterior.at(inputs)
-            # The process has one prior; a graph may be harder or easier than those that it was made for.
-            log_sigmas = log_sigmas * before / of_the_process / scale
-            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.memory_log_sigma)
-            mean, log_sigma = float(means), float(log_sigmas)
+        corrected = self._by_runs(target, raw, graph, device)
         correction = float(self._corrections(self._tuned, target, [raw], device)[0])
-        median = math.exp(estimate.log_value + correction + mean)
+        tuned = corrected.then("fine-tuned weights", "promoted in your log", median=corrected.median * math.exp(correction))
         least = TRIALS.memory_log_sigma if target == "memory" else TRIALS.time_log_sigma
-        return Estimate(median, max(log_sigma, least))
+        return tuned.then("least width", "no reading is more exact", log_sigma=max(tuned.log_sigma, least))
+
+    def _by_runs(self, target: Target, raw: RawPrediction, graph: OpGraph, device: Device) -> Estimate:
+        """The estimate after the residual process, conditioned on the runs of ``device``, and after their bounds."""
+        shipped = raw.of[target].estimate
+        posterior = self._posteriors.get((device.id, target))
+        if posterior is None:
+            return shipped
+        of_the_process, before = posterior.prior.total, torch.tensor([shipped.log_sigma], dtype=torch.float64)
+        scale = scale_of(shipped.log_sigma, of_the_process)
+        inputs = gp_inputs([raw], target, regime=float(posterior.regime), scale=scale, setting=_setting_of(graph))
+        means, log_sigmas = posterior.at(inputs)
+        # The process has one prior; a graph may be harder or easier than those that it was made for.
+        log_sigmas = log_sigmas * before / of_the_process / scale
+        above, above_log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.memory_log_sigma)
+        median = shipped.median * math.exp(means)
+        runs = "1 run" if posterior.num_read == 1 else f"{posterior.num_read} runs"
+        learnt = shipped.then("this device's runs", f"learnt from {runs} there", median=median, log_sigma=float(log_sigmas))
+        return learnt.then(
+            "out of memory", "it ran out with less", median=shipped.median * math.exp(above), log_sigma=float(above_log_sigmas)
+        )
 
     def _raw(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The weights' prediction for ``graph``. It is cached for the life of the graph."""

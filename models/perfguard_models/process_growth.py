@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.predictor import SIGMA_OF_MAD
-from perfguard_models.raw_prediction import PRIOR, RawPrediction
+from perfguard_models.raw_prediction import RawPrediction, with_bytes
 
 MIB = 2**20
 
@@ -73,8 +73,6 @@ def with_growth(raw: RawPrediction, growth: Growth) -> RawPrediction:
     """Return ``raw`` with the memory that the process adds. The sigmas of step and process are independent."""
     if not growth.num_bytes:
         return raw
-    memory = raw.of["memory"]
-    alone_bytes = math.exp(memory.log_value)
-    num_bytes = alone_bytes + growth.num_bytes
-    sigma = math.hypot(memory.log_sigma * alone_bytes, growth.sigma_bytes / PRIOR.total) / num_bytes
-    return raw._replace(of=raw.of | {"memory": memory._replace(log_value=math.log(num_bytes), log_sigma=sigma)})
+    why = "a process adds it to each step"
+    memory = with_bytes(raw.of["memory"], "process growth", why, growth.num_bytes, growth.sigma_bytes)
+    return raw._replace(of=raw.of | {"memory": memory})

@@ -14,7 +14,7 @@ import torch
 from perfguard.collectives import LINKS, LinkTimes, link_times
 from perfguard.devices import Device, catalog
 from perfguard.graph import OpGraph, assumed_log_sigma, has_assumed_sizes, unknown_operators, unknown_span
-from perfguard.predictor import HALF_INTERVAL
+from perfguard.predictor import HALF_INTERVAL, Estimate
 from perfguard_models.calibration import Setting, timed_as_any
 from perfguard_models.compiled import Compiled, as_compiled
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
@@ -46,6 +46,7 @@ _TIME_SHARES = (
 )  # fmt: skip
 """Shares of the roofline, and flags, from which the process computes similarity."""
 _TIME_SHARES_INDEX = [STEP_FEATURES.index(name) for name in _TIME_SHARES]
+_ROOFLINE_INDEX = STEP_FEATURES.index("log_roofline")
 _PHYSICS_INDEX = [STEP_FEATURES.index(name) for name in ("log_reserved", "log_live")]
 
 
@@ -69,6 +70,9 @@ class PhysicsConfig:
     those that are used are loaded."""
     new_cpu_log_sigma: float = 0.2
     """What another CPU adds to the time's. A guess: the training rows are of one machine."""
+    roofline_log_sigma: float = 1.4
+    """Of the roofline's seconds: a factor of ten at both ends of the interval. A guess that accounts show, and that decides
+    nothing: the network's sigma replaces it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +105,8 @@ PRIOR = ResidualPrior(bias=0.35, local=0.8, length=0.7, noise=0.52, trust=1.5, o
 class RawEstimate(NamedTuple):
     """One quantity of a step on a device, before any run there."""
 
-    log_value: float
-    """In log bytes, or log seconds of a step."""
-    log_sigma: float
-    """Its standard deviation, and so a factor on the standard deviations of PRIOR."""
+    estimate: Estimate
+    """Bytes, or seconds of a step."""
     alternatives: Floats
     """Distances from the value: of physics for memory, of machines with a slower host or device for time. Shape: (e,)"""
     is_known: bool
@@ -113,8 +115,13 @@ class RawEstimate(NamedTuple):
     @property
     def prior(self) -> ResidualPrior:
         """The prior of the residual."""
-        terms = {term: self.log_sigma * getattr(PRIOR, term) for term in ("bias", "local", "noise", "trust")}
+        factor = self.estimate.log_sigma / PRIOR.total
+        terms = {term: factor * getattr(PRIOR, term) for term in ("bias", "local", "noise", "trust")}
         return dataclasses.replace(PRIOR, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
+
+    def then(self, name: str, why: str, *, median: float | None = None, log_sigma: float | None = None) -> RawEstimate:
+        """Return it after another stage, see :meth:`perfguard.predictor.Estimate.then`."""
+        return self._replace(estimate=self.estimate.then(name, why, median=median, log_sigma=log_sigma))
 
 
 class RawPrediction(NamedTuple):
@@ -166,21 +173,14 @@ class Weights:
     def _of_operators(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The prediction for the operators of ``graph`` as they are, without what waits for links."""
         setting, step = Setting.of(graph, device), self._time.step(graph, device)
-        log_step_s, device_s, path = self._clocks(graph, step, device)
-        is_timed = not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
-        machines = (log_step_s[[1, 3]] - log_step_s[0]) * PROCESS.machine_trust
-        known_gpu = device.id in self._time.card["trained_devices"]
-        sigma = self._time.calibration.log_sigma("time", setting.group, float(log_step_s.std()), known_gpu=known_gpu)
-        if device.kind == "cpu" and not self.trained_on(device):
-            sigma = math.hypot(sigma, PHYSICS.new_cpu_log_sigma)
-        time = RawEstimate(float(log_step_s[0]), sigma, machines, is_timed)
-        log_bytes, memory_sigma, is_read = self._memory_by_trees(graph, step, setting, device) or memory_by_replay(graph, device)
-        physics = physics_of(step.view["sums"], log_bytes)
+        time, device_s, path = self._step_time(graph, step, setting, device)
+        memory, is_read = self._memory_by_trees(graph, step, setting, device) or memory_by_replay(graph, device)
+        physics = physics_of(step.view["sums"], math.log(memory.median))
         if device.kind == "cpu":
             physics = np.zeros_like(physics)  # there is no allocator's cache, and no context
-            is_read = is_timed  # the training rows have both
+            is_read = time.is_known  # the training rows have both
         raw = RawPrediction(
-            of={"memory": RawEstimate(log_bytes, memory_sigma, physics, is_read), "time": time},
+            of={"memory": RawEstimate(memory, physics, is_read), "time": time},
             path=path,
             embedding=embedding_of(step.view["sums"]),
             shares=self._shares(step, setting, device),
@@ -188,8 +188,40 @@ class Weights:
         )
         return _widened(raw, graph, device_s)
 
-    def _memory_by_trees(self, graph: OpGraph, step: Step, setting: Setting, device: Device) -> tuple[float, float, bool] | None:
-        """Log bytes, their standard deviation, and whether training rows have readings in this setting.
+    def _step_time(self, graph: OpGraph, step: Step, setting: Setting, device: Device) -> tuple[RawEstimate, Floats, PathTimes]:
+        """Return the step time by network and trees, the device's seconds of each operator, (N,), and the longest path."""
+        all_log_s, all_device_s, paths = self.step_time.clocks([step])
+        log_step_s, device_s, path = all_log_s[:, 0], all_device_s[0], PathTimes(*(part[0] for part in paths))
+        no_less = self._not_above_whole_card(log_step_s, graph, device)
+        known_gpu = device.id in self._time.card["trained_devices"]
+        sigma = self._time.calibration.log_sigma("time", setting.group, float(no_less.std()), known_gpu=known_gpu)
+        roofline_s = math.exp(step.view["sums"][_ROOFLINE_INDEX])
+        usual_s, network_s = math.exp(log_step_s[0]), float(path.total_s)
+        if math.isclose(network_s, usual_s, rel_tol=1e-5):  # the same number, which the network has in single precision
+            network_s = usual_s
+        time = (
+            Estimate.of_physics(roofline_s, PHYSICS.roofline_log_sigma, "operators at the device's peak rates")
+            .then("network", "operators as measured steps ran them", median=network_s, log_sigma=PRIOR.total * sigma)
+            .then("trees", "half the weight; products are bounded", median=usual_s)
+            .then("whole card", "a part is never faster", median=math.exp(no_less[0]))
+        )
+        if device.kind == "cpu" and not self.trained_on(device):
+            wider = math.hypot(time.log_sigma, PRIOR.total * PHYSICS.new_cpu_log_sigma)
+            time = time.then("new CPU", "no training run on this one", log_sigma=wider)
+        machines = (no_less[[1, 3]] - no_less[0]) * PROCESS.machine_trust
+        is_timed = not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
+        return RawEstimate(time, machines, is_timed), device_s, path
+
+    def _not_above_whole_card(self, log_step_s: Floats, graph: OpGraph, device: Device) -> Floats:
+        """Return log seconds (5,) that are no shorter on a part of a card than on the whole, though the network may say so."""
+        card, is_part, _ = device.id.partition(":")
+        if not is_part or card not in catalog():
+            return log_step_s
+        whole = self.step_time.log_step_s([self._time.step(graph, catalog()[card])])
+        return np.maximum(log_step_s, whole[:, 0])
+
+    def _memory_by_trees(self, graph: OpGraph, step: Step, setting: Setting, device: Device) -> tuple[Estimate, bool] | None:
+        """The peak memory, and whether training rows have readings in this setting.
 
         On a CPU, and where cuDNN's benchmark mode leaves workspaces in the cache. There, the training rows of float32 are
         readings, of one machine. Those of half precision say what fitted, on machines of which nobody knows what they had loaded.
@@ -205,14 +237,17 @@ class Weights:
         calibration = self._memory.calibration
         has_readings = f"memory/{setting.group}" in calibration.scale
         own = calibration.log_sigma("memory", setting.group, spread, known_gpu=has_readings)
+        physics, _ = memory_by_replay(graph, device)
         if device.kind == "cpu":
-            return predicted, own, has_readings
+            why = "resident sets that training runs grew"
+            return physics.then("trees", why, median=math.exp(predicted), log_sigma=PRIOR.total * own), has_readings
         there = math.exp(predicted)  # on the machines of the training rows
         loaded, loaded_sigma = PHYSICS.all_modules_bytes, PHYSICS.loaded_sigma_bytes
         if setting.precision != "fp32":
             loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
         num_bytes = max(there - loaded, graph.peak_live_bytes + device.context_bytes)
-        return math.log(num_bytes), math.hypot(own * there, loaded_sigma) / num_bytes, has_readings
+        sigma = PRIOR.total * math.hypot(own * there, loaded_sigma) / num_bytes
+        return physics.then("trees", "workspaces that cuDNN's benchmark keeps", median=num_bytes, log_sigma=sigma), has_readings
 
     def _shares(self, step: Step, setting: Setting, device: Device) -> dict[str, float]:
         """Utilisation of steps like the perceptrons of the tables, of which alone it was measured."""
@@ -220,16 +255,6 @@ class Weights:
             return {}
         predicted = self._memory.learner.predict([step])
         return {name: share_of(logit) for name in _SHARES if math.isfinite(logit := float(predicted[name][0]))}
-
-    def _clocks(self, graph: OpGraph, step: Step, device: Device) -> tuple[Floats, Floats, PathTimes]:
-        """Log seconds on machines as :meth:`StepTime.log_step_s` orders them, (5,), the device's seconds of each operator, (N,),
-        and the path that takes longest."""
-        clocks = self.step_time
-        log_step_s, device_s, path = clocks.clocks([step])
-        card, is_part, _ = device.id.partition(":")
-        if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
-            log_step_s = np.maximum(log_step_s, clocks.log_step_s([self._time.step(graph, catalog()[card])]))
-        return log_step_s[:, 0], device_s[0], PathTimes(*(part[0] for part in path))
 
     def _knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         """Whether the weights were trained on compiled runs like ``graph``, whatever its sizes.
@@ -251,16 +276,18 @@ def _widened(raw: RawPrediction, graph: OpGraph, device_s: Floats) -> RawPredict
 
     An operator takes the share of the step that it has of the device's seconds, ``device_s`` (N,).
     """
-    opaque, log_bytes, log_s = list(unknown_operators(graph)), raw.of["memory"].log_value, raw.of["time"].log_value
-    op_time_s = device_s * math.exp(log_s) / max(device_s.sum(), 1e-12)
-    span = unknown_span(graph, op_time_s.tolist(), math.exp(log_bytes)) if opaque else {}
+    opaque, num_bytes, step_s = list(unknown_operators(graph)), raw.of["memory"].estimate.median, raw.of["time"].estimate.median
+    op_time_s = device_s * step_s / max(device_s.sum(), 1e-12)
+    span = unknown_span(graph, op_time_s.tolist(), num_bytes) if opaque else {}
     of = {}
     for target, own in raw.of.items():
-        sigma, half = own.log_sigma, span.get(target, 0.0) / 2
-        if target == "memory" and has_assumed_sizes(graph):
-            sigma = max(sigma, PHYSICS.memory_log_sigma / PRIOR.total)
-        sigma = math.hypot(sigma, assumed_log_sigma(graph, target) / PRIOR.total, half / HALF_INTERVAL / PRIOR.total)
-        of[target] = own._replace(log_value=own.log_value + half, log_sigma=sigma)
+        assumed, half = _with_assumptions(own, graph, target), span.get(target, 0.0) / 2
+        of[target] = assumed.then(
+            "opaque operators",
+            f"{len(opaque)} operators of unknown cost",
+            median=assumed.estimate.median * math.exp(half),
+            log_sigma=math.hypot(assumed.estimate.log_sigma, half / HALF_INTERVAL),
+        )
     if not opaque:
         return raw._replace(of=of)
     longer = math.expm1(span["time"] / 2) / len(opaque)
@@ -269,18 +296,29 @@ def _widened(raw: RawPrediction, graph: OpGraph, device_s: Floats) -> RawPredict
     return raw._replace(of=of, path=raw.path._replace(device_s=path_s))
 
 
+def _with_assumptions(own: RawEstimate, graph: OpGraph, target: str) -> RawEstimate:
+    """Widen the prior of a quantity by what ``graph`` assumes of the data."""
+    least = PHYSICS.memory_log_sigma if target == "memory" and has_assumed_sizes(graph) else 0.0
+    sized = own.then("assumed sizes", "sizes depend on the data's values", log_sigma=max(own.estimate.log_sigma, least))
+    sigma = math.hypot(sized.estimate.log_sigma, assumed_log_sigma(graph, target))
+    return sized.then("assumed data", "the data decide what is computed", log_sigma=sigma)
+
+
 def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
     """Convert the prediction for the eager graph to the kernels of the compiled one."""
     left = compiled.time_shares(device)
     path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
     less = {"memory": compiled.memory_share(device), "time": float(path.total_s / raw.path.total_s)}
     # The compiler leaves matrix products as they are.
-    least_s = least_products_s(raw.step.view) / math.exp(raw.of["time"].log_value)
+    least_s = least_products_s(raw.step.view) / raw.of["time"].estimate.median
     less["time"] = max(less["time"], least_s)
     features = raw.step.view["sums"].copy()
     features[STEP_FEATURES.index("compiled")] = 1.0
     return raw._replace(
-        of={target: own._replace(log_value=own.log_value + math.log(less[target])) for target, own in raw.of.items()},
+        of={
+            target: own.then("compiler", "operators merged into fewer kernels", median=own.estimate.median * less[target])
+            for target, own in raw.of.items()
+        },
         path=path,
         embedding=embedding_of(features),
         launched=compiled.graph,
@@ -290,26 +328,32 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
 def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
     """Add what the step waits for links and for the other ranks."""
     time, path = raw.of["time"], raw.path
-    to_seconds = math.exp(time.log_value) / path.total_s
+    to_seconds = time.estimate.median / path.total_s
     links = link_times(graph, device, path.op_time_s * to_seconds)
     if links is None:
         return raw
     waits_s = links.waits_s / to_seconds
-    longer = math.log1p(waits_s.sum() / path.total_s)
-    sigma = math.hypot(time.log_sigma, links.log_sigma / PRIOR.total)
-    of = raw.of | {"time": time._replace(log_value=time.log_value + longer, log_sigma=sigma)}
-    return raw._replace(of=of, links=links._replace(waits_s=waits_s))
+    longer_s = time.estimate.median * float(1 + waits_s.sum() / path.total_s)
+    sigma = math.hypot(time.estimate.log_sigma, links.log_sigma)
+    waiting = time.then("links", "waits for links and other ranks", median=longer_s, log_sigma=sigma)
+    return raw._replace(of=raw.of | {"time": waiting}, links=links._replace(waits_s=waits_s))
 
 
 def _with_nccl(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
     """Add what NCCL holds beside the allocator. An evaluation under DDP has no collective, and NCCL is there all the same."""
     if device.kind == "cpu" or not {"ddp", "deepspeed", "fsdp", "tp"}.intersection(graph.options):
         return raw
-    memory = raw.of["memory"]
-    alone_bytes = math.exp(memory.log_value)
-    num_bytes = alone_bytes + LINKS.nccl_bytes
-    sigma = math.hypot(memory.log_sigma * alone_bytes, LINKS.nccl_sigma_bytes) / num_bytes
-    return raw._replace(of=raw.of | {"memory": memory._replace(log_value=math.log(num_bytes), log_sigma=sigma)})
+    sigma_bytes = PRIOR.total * LINKS.nccl_sigma_bytes  # as all that is not sure before a run
+    memory = with_bytes(raw.of["memory"], "NCCL", "buffers beside the allocator", LINKS.nccl_bytes, sigma_bytes)
+    return raw._replace(of=raw.of | {"memory": memory})
+
+
+def with_bytes(memory: RawEstimate, name: str, why: str, num_bytes: float, sigma_bytes: float) -> RawEstimate:
+    """Return ``memory`` after a stage that adds bytes, whose standard deviation is independent of that of the step."""
+    alone_bytes = memory.estimate.median
+    together_bytes = alone_bytes + num_bytes
+    sigma = math.hypot(memory.estimate.log_sigma * alone_bytes, sigma_bytes) / together_bytes
+    return memory.then(name, why, median=together_bytes, log_sigma=sigma)
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:
@@ -332,9 +376,8 @@ def gp_inputs(
     return GPInputs(torch.from_numpy(x), torch.from_numpy(alternatives), *columns)
 
 
-def memory_by_replay(graph: OpGraph, device: Device) -> tuple[float, float, bool]:
-    """Log bytes of the allocator's replay and the driver's context, their standard deviation, and whether such steps were
-    compared with measurements."""
+def memory_by_replay(graph: OpGraph, device: Device) -> tuple[Estimate, bool]:
+    """Return the bytes of the allocator's replay with the context, and whether such steps were compared with readings."""
     num_bytes = max(graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes(device), 1) + device.context_bytes
     idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
     is_compared = (
@@ -344,10 +387,12 @@ def memory_by_replay(graph: OpGraph, device: Device) -> tuple[float, float, bool
         and (_REPLAYED_OPTIONS | idle).issuperset(graph.options)
         and graph.has_all_bytes
     )
+    sigma = PHYSICS.memory_log_sigma
     if is_compared:  # in PyTorch's default settings: a relative and a constant part
         relative = PHYSICS.replay_log_sigma if (graph.precision, graph.layout) == ("fp32", "nchw") else PHYSICS.half_log_sigma
-        return math.log(num_bytes), math.hypot(relative, PHYSICS.loaded_sigma_bytes / num_bytes), True
-    return math.log(num_bytes), PHYSICS.memory_log_sigma, False
+        sigma = math.hypot(relative, PHYSICS.loaded_sigma_bytes / num_bytes)
+    why = "tensors that live at once" if device.kind == "cpu" else "the allocator's replay and the context"
+    return Estimate.of_physics(num_bytes, PRIOR.total * sigma, why), is_compared
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> Floats:

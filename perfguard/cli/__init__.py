@@ -4,6 +4,8 @@ subject.py    what FILE.py, FILE.py:BUILD or FILE.onnx is, and how --set, --dim 
 script.py     how FILE.py is dry-run
 predict.py    perfguard predict, dry-run
 check.py      perfguard check
+explain.py    perfguard explain
+guards.py     the guard of these commands, and the log that it learns from
 plan.py       perfguard plan
 trainer.py    what it tries of a script of Hugging Face's Trainer
 gpus.py       perfguard gpus
@@ -39,6 +41,7 @@ _COMMANDS = {
     "dry-run": ("predict", "dry-run a training script, and predict its memory and time on a GPU"),
     "check": ("check", "check whether a workload fits its limits, as an exit status"),
     "plan": ("plan", "find the fastest way to run a training script on GPUs that fits, and learns the same"),
+    "explain": ("explain", "explain the number that a trial of a study or a log got, stage by stage"),
     "gpus": ("gpus", "list the GPUs in the catalog"),
     "calibrate": ("calibrate", "measure some steps on this machine, so that predictions fit it"),
     "log": ("log", "show, export or clean the measurement log"),

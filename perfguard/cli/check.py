@@ -9,9 +9,11 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+from perfguard import explain
 from perfguard.budget import Budget
-from perfguard.cli.predict import alias_notes, estimate_as_json
-from perfguard.cli.subject import add_subject_arguments, check_subject, in_network, is_script, subject_of
+from perfguard.cli.guards import add_log_argument, guard_for, notes_of
+from perfguard.cli.predict import alias_notes, estimate_as_json, print_tables
+from perfguard.cli.subject import add_subject_arguments, chance, check_subject, in_network, is_script, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.risk_budget import SMALL_CHANCE
@@ -19,7 +21,6 @@ from perfguard.verdict import check_chance
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.guard import Guard
     from perfguard.verdict import Verdict
 
 Result = Literal["fits", "does not fit", "cannot tell"]
@@ -42,10 +43,13 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device, for --max-cost")
     parser.add_argument(
         "--risk",
-        type=float,
+        type=chance,
+        metavar="0.05|5%",
         default=SMALL_CHANCE,
-        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {SMALL_CHANCE})",
+        help=f"largest accepted chance to exceed a limit; does not fit from 1 - risk on (default: {SMALL_CHANCE})",
     )
+    add_log_argument(parser)
+    parser.add_argument("--explain", action="store_true", help="show how each number came to be, stage by stage")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -66,6 +70,7 @@ def check(arguments: argparse.Namespace) -> int:
     device = in_network(resolve_device(arguments.gpu), arguments)
     budget.check_device(device)
     document: dict[str, Any] = {}
+    verdict: Verdict | None = None
     try:
         verdict, known = _judged(arguments, device, budget, risk)
         result, reason = result_of(verdict, risk)
@@ -73,6 +78,8 @@ def check(arguments: argparse.Namespace) -> int:
             result, reason = "cannot tell", f"{reason}. {known['notes'][-1]}"
         document = {"gpu": device.id} | known | _numbers_of(verdict)
         document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
+        if arguments.explain:
+            document["account"] = explain.as_json(verdict.predicted)
     except ConfigurationError:
         raise
     except Exception as error:  # Python's own exit status would be 1, which means that it does not fit
@@ -84,6 +91,8 @@ def check(arguments: argparse.Namespace) -> int:
         print(" ".join(f"{result}: {device.name}: {reason}".split()))
         for note in document.get("notes", ()):
             print(note, file=sys.stderr)
+        if arguments.explain and verdict is not None:
+            print_tables(explain.tables_of(verdict.predicted, limits={limit.quantity: limit.limit for limit in verdict.limits}))
     return status
 
 
@@ -105,20 +114,12 @@ def budget_of(**budgets: Any) -> Budget:
         raise ConfigurationError(message) from error
 
 
-def guard_within(budget: Budget, device: Device) -> Guard:
-    """Return a guard of ``budget``, without a log."""
-    from perfguard.guard import Guard
-
-    guard = Guard(device, log=False)
-    guard.budget = budget
-    return guard
-
-
 def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk: float) -> tuple[Verdict, dict[str, Any]]:
     """The guard's verdict, without a risk budget, and what is known of what was judged."""
     from perfguard.physics import LeastMemory
 
-    guard, limits = guard_within(budget, device), functools.partial(budget.limits, device=device)
+    guard, limits = guard_for(device, log=arguments.log), functools.partial(budget.limits, device=device)
+    guard.budget = budget
     if arguments.max_host_memory is not None and not is_script(arguments):
         raise ConfigurationError("--max-host-memory is for a script, such as train.py: only a dry run shows what the host holds.")
     try:
@@ -131,7 +132,7 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
         raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
     limits = functools.partial(limits, host_memory=work.host_memory)
     verdict = guard.judge(work.graph, limits, threshold=risk, steps=work.steps, phases=work.phases)
-    return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
+    return verdict, {"notes": [*notes_of(guard), *work.notes], "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
 
 
 def _limit_of_trial(budget: Budget) -> str | None:

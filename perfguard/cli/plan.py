@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perfguard.cli.check import budget_of, guard_within, result_of
+from perfguard.cli.check import budget_of, result_of
+from perfguard.cli.guards import guard_within
 from perfguard.cli.predict import alias_notes, estimate_as_json
 from perfguard.cli.script import capture_script
-from perfguard.cli.subject import add_network_argument, in_network, whole_number
+from perfguard.cli.subject import add_network_argument, chance, in_network, whole_number
 from perfguard.cli.trainer import Setup, setups
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
@@ -63,7 +64,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples of an optimizer step over all GPUs (default: as the script stands)",
     )
     parser.add_argument(
-        "--risk", type=float, default=SMALL_CHANCE, help=f"largest accepted chance not to fit (default: {SMALL_CHANCE})"
+        "--risk",
+        type=chance,
+        metavar="0.05|5%",
+        default=SMALL_CHANCE,
+        help=f"largest accepted chance not to fit (default: {SMALL_CHANCE})",
     )
     parser.add_argument(
         "--allow-8bit", action="store_true", help="of a Trainer, try AdamW in 8 bits too; it rounds the optimizer's states"

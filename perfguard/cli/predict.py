@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perfguard import explain
 from perfguard.budget import needed_on_host
+from perfguard.cli.guards import add_log_argument, guard_for, notes_of
 from perfguard.cli.subject import add_subject_arguments, check_page, check_subject, in_network, subject_of
 from perfguard.devices import Device, catalog, mig_instance, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from rich.console import Console
+    from rich.table import Table
 
     from perfguard.cli.subject import Work
     from perfguard.graph import OpGraph
     from perfguard.graph.kernels import Target
+    from perfguard.quantities import Quantity
 
     OperatorSeconds = npt.NDArray[np.float64]
 
@@ -39,7 +42,10 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mig", action="store_true", help="find the smallest MIG profile that fits")
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device; with --steps, predict the cost")
-    parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
+    add_log_argument(parser)
+    parser.add_argument(
+        "--explain", action="store_true", help="show how each number came to be, and bytes and time by module and operator"
+    )
     parser.add_argument("--plot", metavar="FILE.html", help="draw the memory over the time of the step")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -56,27 +62,32 @@ def predict(arguments: argparse.Namespace) -> None:
         _rank(arguments, devices, work_on, predictor, price)
         return
     (device,) = devices
-    work = work_on(device)
+    guard, work = guard_for(device, log=arguments.log, predictor=predictor), work_on(device)
     graph = work.graph
-    prediction, phases = work.predict(predictor, device)
+    prediction, phases = work.predict(guard)
     op_time_s = operator_times_s(predictor, prediction, graph, device)
 
     document = _as_json(prediction, device, graph, arguments.batch_size, price)
     document |= {"steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
     if work.phases:
         document["peak_memory_by_phase_bytes"] = {name: estimate_as_json(peak) for name, peak in phases.items()}
+    predicted = _quantities_of(prediction)
     if work.host_memory is not None:
-        document["host_memory_bytes"] = estimate_as_json(needed_on_host(work.host_memory, prediction, device))
-    document["notes"] = [*alias_notes(arguments.gpu, device), *work.notes]
+        predicted["host_memory"] = needed_on_host(work.host_memory, prediction, device)
+        document["host_memory_bytes"] = estimate_as_json(predicted["host_memory"])
+    document["notes"] = [*alias_notes(arguments.gpu, device), *notes_of(guard), *work.notes]
     if arguments.mig:
         document["mig"] = _smallest_instance(device, graph, prediction, predictor)
     peak_graph = work.phases.get(next(iter(phases)), graph)
     if arguments.explain:
         document["explain"] = explanation(prediction, op_time_s, graph, peak_graph, device)
+        document["account"] = explain.as_json(predicted)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
         _print(document, prediction, device, graph, peak_graph)
+    if arguments.explain and not arguments.json:
+        print_tables(explain.tables_of(predicted))
     if arguments.plot:
         draw_timeline(arguments.plot, graph, device, prediction, op_time_s)
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
@@ -112,7 +123,8 @@ def _rank(
         target = target_of(device)  # cards of one kind run the same operators
         if target not in works:
             works[target] = work_on(device)
-        prediction, graph = works[target].predict(predictor, device)[0], works[target].graph
+        guard = guard_for(device, log=arguments.log, predictor=predictor)
+        prediction, graph = works[target].predict(guard)[0], works[target].graph
         rows.append(_as_json(prediction, device, graph, arguments.batch_size, price))
         rows[-1]["fits"] = rows[-1]["p_oom"] <= 0.05
     rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))
@@ -140,6 +152,26 @@ def _rank(
     console.print(table)
     if not all(row["trained_on_device"] for row in rows):
         console.print("* not trained on such steps on this GPU: read the interval and not the time", highlight=False)
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    """Print ``tables``, wide where the output is a file."""
+    from perfguard.cli.gpus import wide_console
+
+    console = wide_console(120)
+    for table in tables:
+        console.print(table)
+
+
+def _quantities_of(prediction: Prediction) -> dict[Quantity, Estimate]:
+    """Return the estimates of ``prediction`` that are known, by quantity."""
+    known: dict[Quantity, Estimate | None] = {
+        "memory": prediction.peak_memory,
+        "time": prediction.total_time,
+        "step_time": prediction.step_time,
+        "energy": prediction.energy,
+    }
+    return {quantity: estimate for quantity, estimate in known.items() if estimate is not None}
 
 
 def alias_notes(name: str, device: Device) -> list[str]:
@@ -307,9 +339,10 @@ def _print_parts(
 
 
 def operator_times_s(predictor: Predictor, prediction: Prediction, graph: OpGraph, device: Device) -> OperatorSeconds:
-    """Return the predicted seconds that each operator adds to the step; the rest is before the first. Shape: (len(ops),).
+    """Return the predicted seconds that each operator adds to the step. Shape: (len(ops),).
 
-    They are in proportion to the roofline if the predictor knows no operators.
+    The rest is before the first, and what the device's runs have corrected. If the predictor knows no operators, the seconds are
+    in proportion to the roofline.
     """
     if isinstance(predictor, OperatorTimes):
         shares = predictor.op_time_shares(graph, device)
@@ -318,7 +351,7 @@ def operator_times_s(predictor: Predictor, prediction: Prediction, graph: OpGrap
 
         shares = roofline_s(graph, device)
         shares = shares / max(float(shares.sum()), 1e-12)
-    return shares * prediction.step_time.median
+    return shares * (prediction.step_time.median - prediction.time_parts_s.get("correction", 0.0))
 
 
 def explanation(
@@ -337,9 +370,13 @@ def explanation(
     operators = [
         cost._asdict() | {"least_seconds": least_s[cost.name]} for cost in cost_by_operator(graph, device, op_time_s=op_time_s)
     ]
-    before_s = prediction.step_time.median - float(op_time_s.sum())
-    before = {"name": "(before the first launch, batch copy)", "calls": 0, "flops": 0, "num_bytes": 0, "seconds": before_s}
-    return {"memory_by_module_bytes": by_module, "operators": [*operators, before | {"least_seconds": 0.0}]}
+    correction_s = prediction.time_parts_s.get("correction", 0.0)
+    nothing = {"calls": 0, "flops": 0, "num_bytes": 0, "least_seconds": 0.0}
+    corrected = {"name": "(correction by runs and bounds)", "seconds": correction_s} | nothing
+    before_s = prediction.step_time.median - correction_s - float(op_time_s.sum())
+    before = {"name": "(before the first launch, batch copy)", "seconds": before_s} | nothing
+    rest = [corrected, before] if correction_s else [before]
+    return {"memory_by_module_bytes": by_module, "operators": [*operators, *rest]}
 
 
 def _print_explanation(console: Console, explained: Mapping[str, Any], graph: OpGraph, device: Device) -> None:
@@ -354,14 +391,15 @@ def _print_explanation(console: Console, explained: Mapping[str, Any], graph: Op
     def together(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {"name": name} | {key: sum(row[key] for row in rows) for key in ("calls", "num_bytes", "least_seconds", "seconds")}
 
-    *operators, before = explained["operators"]
+    operators = [row for row in explained["operators"] if row["calls"]]
+    others = [row for row in explained["operators"] if not row["calls"]]
     shown, rest = operators[:15], operators[15:]
     total = together("together", explained["operators"])
     table = Table(title=f"step time by operator on {device.name}")
     table.add_column("operator", overflow="fold")
     for heading in ("calls", "traffic", "at peak rates", "time", "share"):
         table.add_column(heading, justify="right")
-    for row in [*shown, *([together(f"({len(rest)} others)", rest)] if rest else []), before, total]:
+    for row in [*shown, *([together(f"({len(rest)} others)", rest)] if rest else []), *others, total]:
         seconds = format_seconds(row["least_seconds"]), format_seconds(row["seconds"])
         if row is total:
             table.add_section()
@@ -376,12 +414,16 @@ def draw_timeline(path: str, graph: OpGraph, device: Device, prediction: Predict
     import numpy as np
 
     from perfguard.graph import timeline
-    from perfguard.plots import graph_objects
+    from perfguard.plots import graph_objects, write_page
 
     colors = {  # from the bottom to the top
         "context": "#5b5b5b", "parameters": "#4878a8", "buffers": "#9ab4cc", "optimizer_states": "#8a6fb0",
         "gradients": "#d98032", "inputs": "#b8b8b8", "activations": "#5a9a5a", "temporaries": "#c95f5f",
     }  # fmt: skip
+    # Runs correct the whole step, and say nothing of an operator: the picture is as long as the step is predicted to be.
+    op_time_s = (
+        op_time_s * prediction.step_time.median / (prediction.step_time.median - prediction.time_parts_s.get("correction", 0.0))
+    )
     start_s = max(prediction.step_time.median - float(op_time_s.sum()), 0.0)
     ends_ms = 1e3 * np.concatenate([[0.0], start_s + np.concatenate([[0.0], np.cumsum(op_time_s)])])
     bands = {"context": np.full(len(graph.ops) + 1, device.context_bytes)} | timeline(graph)
@@ -410,8 +452,4 @@ def draw_timeline(path: str, graph: OpGraph, device: Device, prediction: Predict
         hovermode="x unified",
         template="plotly_white",
     )
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.write_html(path)
-    except OSError as error:
-        raise ConfigurationError(f"The picture cannot be written to {path!r}: {error}") from error
+    write_page(figure, path)

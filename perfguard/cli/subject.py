@@ -37,7 +37,8 @@ from perfguard.workload import (
 if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
-    from perfguard.predictor import Estimate, Prediction, Predictor
+    from perfguard.guard import Guard
+    from perfguard.predictor import Estimate, Prediction
     from perfguard.workload import HostMemory
 
 
@@ -109,6 +110,15 @@ def whole_number(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, but got {text!r}")
     return number
+
+
+def chance(text: str) -> float:
+    """Parse "0.05" or "5%"."""
+    number = text.strip().removesuffix("%")
+    try:
+        return float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a chance such as 0.05 or 5%, but got {text!r}") from None
 
 
 def parameter(text: str) -> tuple[str, Any]:
@@ -213,12 +223,12 @@ class Work(NamedTuple):
     host_memory: HostMemory | None = None
     """What a script holds in the memory of the host. None: it is none."""
 
-    def predict(self, predictor: Predictor, device: Device) -> tuple[Prediction, dict[str, Estimate]]:
-        """Return the prediction, and the peak memory of each phase, largest first."""
-        step = predictor.predict(self.graph, device, steps=self.steps)
-        found = {"a training step": step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
+    def predict(self, guard: Guard) -> tuple[Prediction, dict[str, Estimate]]:
+        """Return the prediction that a trial would get, and the peak memory of each phase, largest first."""
+        step = guard.predict(self.graph, steps=self.steps)
+        found = {"a training step": step} | {name: guard.predict(phase) for name, phase in self.phases.items()}
         order = sorted(found, key=lambda name: -found[name].peak_memory.median)
-        return step.with_memory_of(found[order[0]]), {name: found[name].peak_memory for name in order}
+        return step.with_memory_of(found[order[0]], phase=order[0]), {name: found[name].peak_memory for name in order}
 
 
 def subject_of(arguments: argparse.Namespace) -> Callable[[Device], Work]:

@@ -20,10 +20,9 @@ the trial: it is logged, never learnt, and counts neither as ok nor as a violati
 it cost what it cost."""
 NOT_A_NUMBER = "{} was {}"
 """Note of a measurement with a NaN or infinite reading: the field's name, and the value."""
-CUT_SHORT = "cut short"
-"""Note of a measurement of a trial that the tuner stopped: it would have made more steps."""
-TOO_SLOW = f"{CUT_SHORT}: too slow for the time budget"
-"""Note of a measurement of a trial that PerfGuard stopped because of its pace."""
+CutShort = Literal["", "by the tuner", "too slow"]
+"""Why a trial was stopped before it had made all of its steps. "by the tuner": a pruner, a scheduler or a stopper did it. "too
+slow": PerfGuard did, because of its pace. Empty: nobody did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,21 @@ class Measurement:
     """Name of the machine that ran it."""
     first_step_s: float | None = None
     """Time from the launch to the end of the first step: the set-up and a step. None: it made none."""
+    cut_short: CutShort = ""
+    """Who has stopped it before it had made all of its steps. Empty: nobody did."""
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
             known = ", ".join(get_args(Status))
             raise ConfigurationError(f"Measurement.status must be one of {known}, but got {self.status!r}.")
+        if self.cut_short not in get_args(CutShort):
+            known = ", ".join(map(repr, get_args(CutShort)))
+            raise ConfigurationError(f"Measurement.cut_short must be one of {known}, but got {self.cut_short!r}.")
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the trial came to its end, so that it has its result, and its steps are those of a whole trial."""
+        return self.status == "ok" and not self.cut_short
 
     def is_of(self, device: Device) -> bool:
         """Return whether this is a reading of ``device``: whether the run really used it, and not another card or the processor.

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from perfguard.devices import Device
 from perfguard.measure.cpu import CpuProbe
 from perfguard.measure.gpu import GpuProbe
-from perfguard.measure.measurement import Measurement, Probe, RanOn, Reading, Status
+from perfguard.measure.measurement import CutShort, Measurement, Probe, RanOn, Reading, Status
 from perfguard.pace import Pace
 from perfguard.pytorch import hook_optimizers_of_fastai
 
@@ -117,15 +117,18 @@ class Run:
         """The pace of the steps so far. None: fewer than 25 are done."""
         return Pace.of(self._timer.durations_s)
 
-    def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
-        """End the run, now or ``at_last_step``, and return what it cost."""
+    def finish(
+        self, status: Status = "ok", *, note: str = "", cut_short: CutShort = "", at_last_step: bool = False
+    ) -> Measurement:
+        """End the run, now or ``at_last_step``, and return what it cost. ``cut_short`` says who has stopped it before its end."""
         self._timer.catch_up()  # a GPU that lags behind is still at work for this run
         last = self._timer.last_step_at_s if at_last_step else None
         total_time_s = (time.perf_counter() if last is None else last) - self._started_at
         with _lock:
             if _active.get(self._thread) is self:
                 del _active[self._thread]
-        self.measurement = self._measured(status, self._probe.finish(), total_time_s, note)
+        measured = self._measured(status, self._probe.finish(), total_time_s, note)
+        self.measurement = replace(measured, cut_short=cut_short)
         return self.measurement
 
     @property

@@ -37,7 +37,7 @@ def settings(**options: Any) -> dict[str, Any]:
 
 def rows_of(log: Path) -> Rows:
     with MeasurementStore(log) as store:
-        return [(row.in_words, row.status, row.note.partition(":")[0]) for row in store.records()]
+        return [(row.in_words, row.status, row.cut_short) for row in store.records()]
 
 
 def optuna_rows(log: Path, num_failures: int, **options: Any) -> Rows:
@@ -79,7 +79,7 @@ def ray_rows(log: Path, num_failures: int, **options: Any) -> Rows:
     device = search.ledger.guard.device
     for failure in range(num_failures + 1):
         callback.on_trial_start(0, [], trial)
-        run = SimpleNamespace(pace=None, so_far=lambda: search.ledger.measurement(search.ledger.entries["a"], "ok"))
+        run = SimpleNamespace(pace=None, so_far=lambda: search.ledger.measurement(search.ledger.entries["a"]))
         report = metrics_of(run) | {"perfguard/num_steps": 3, "perfguard/device_id": device.id, "perfguard/total_time_s": 1.0}  # type: ignore[arg-type]
         callback.on_trial_result(0, [], trial, {**report, "done": bool(trial.stopping_criterion)})
         if failure < num_failures:
@@ -115,12 +115,12 @@ def test_on_oom_decides_on_a_trial_out_of_memory(
         assert [(in_words, status) for in_words, status, _ in found] == [(in_words, status) for in_words, status, _ in rows]
 
 
-@pytest.mark.parametrize(("on_violation", "note"), [("prune", "cut short"), ("repair", "cut short"), ("warn", "")])
+@pytest.mark.parametrize(("on_violation", "cut_short"), [("prune", "too slow"), ("repair", "too slow"), ("warn", "")])
 @pytest.mark.filterwarnings(f"ignore::{BudgetWarning.__module__}.BudgetWarning")
 def test_pace_ends_a_trial_and_its_steps_are_learnt(
-    on_violation: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_violation: str, cut_short: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Guard, "breaks_time_budget", lambda *_: "at the measured pace it takes 2 h")
     options = {"on_violation": on_violation, "time_budget": "1h"}
     for play in (optuna_rows, ray_rows):
-        assert play(tmp_path / f"{play.__name__}.db", 0, **options) == [("launched", "ok", note)]
+        assert play(tmp_path / f"{play.__name__}.db", 0, **options) == [("launched", "ok", cut_short)]

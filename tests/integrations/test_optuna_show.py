@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from optuna.storages.journal import JournalFileBackend
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
+from perfguard.cli import main
 from perfguard.exceptions import ConfigurationError
 from perfguard.plots import outcome_of
 from perfguard.report import page_of, read_report
@@ -72,6 +74,9 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
         assert outcome_of(ours) == outcome_of(logged)
         assert ours.params == logged.params
         assert ours.reason == logged.reason
+        stages = ours.predicted["memory"].stages
+        assert stages == logged.predicted["memory"].stages
+        assert stages[0].name == "physics"
         assert ours.limits == logged.limits == {"memory": 64 * 2**20}
         assert ours.measured == pytest.approx(logged.measured)
         assert ours.guard_s == logged.guard_s > 0
@@ -81,6 +86,17 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
     assert summary.num_pruned > 0
     assert summary.cost is not None
     assert summary.cost.guard_s == pytest.approx(sum(record.guard_s for record in of_log.records))
+
+
+def test_a_trial_of_a_study_is_explained_by_the_number_that_it_got(
+    folder: Path, study: optuna.Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "1", str(folder / "study.db"), "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)["account"]["memory"]
+    assert lines[-1]["median"] == pytest.approx(study.trials[1].user_attrs["perfguard:memory_predicted_bytes"])
+    assert len(study.trials[1].user_attrs["perfguard:account"]) < 2000, "a study has thousands of trials"
+    assert main(["explain", "99", str(folder / "study.db")]) == 2
+    assert "has no trial '99'. Its 8 trials that were judged and have ended are from 0 to 7." in capsys.readouterr().err
 
 
 def test_the_pictures_have_every_trial(study: optuna.Study) -> None:

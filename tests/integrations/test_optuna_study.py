@@ -346,9 +346,12 @@ def test_progress_bar_of_proposals_is_optunas(monkeypatch: pytest.MonkeyPatch) -
     assert (bar.total, bar.num_steps) == (2, 2)
 
 
-def test_notebook_shows_the_summary_of_a_study() -> None:
+def test_notebook_and_terminal_show_what_a_study_has() -> None:
+    """Both showed the address of the object."""
     study = study_of(LARGE, SMALL, study_name="a < b")
+    assert repr(study) == "<GuardedStudy 'a < b': 2 waiting>"
     study.optimize(objective, n_trials=2, pruner=make_pruner(), count="proposed")
+    assert repr(study) == "<GuardedStudy 'a < b': 1 complete, 1 pruned>"
     page = study._repr_html_()
     assert page.startswith("<table><caption>a &lt; b</caption>")
     assert 'text-align: left">pruned before launch</th><td style="text-align: left">1 (peak memory 1)</td>' in page

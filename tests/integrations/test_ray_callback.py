@@ -29,7 +29,6 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
 )
 from perfguard.guard_time import GuardClock
-from perfguard.measure import CUT_SHORT, TOO_SLOW
 from perfguard.record import TrialRecord
 from perfguard.rejections import Search
 from perfguard.session import HowEnded, TrialSession
@@ -198,7 +197,7 @@ def test_a_process_without_the_steps_of_the_dry_run_has_measured_nothing(num_ste
 
     captured.captures = True  # type: ignore[attr-defined]
     ledger = Ledger(Guard("cpu", log=False), captured, "study")
-    measurement = ledger.measurement(entry(num_steps=num_steps, peak_memory_bytes=2**30, device_id="rtx3090"), status)
+    measurement = ledger.measurement(entry(num_steps=num_steps, peak_memory_bytes=2**30, device_id="rtx3090"), HowEnded(status))
     assert measurement.peak_memory_bytes == (2**30 if counts else None)
     assert measurement.device_id == "rtx3090"
 
@@ -212,7 +211,7 @@ def test_a_trial_that_its_pace_has_stopped_stays_so() -> None:
     for pace_s, num_steps, total_s in ((0.05, 40, 2.0), (0.006, 200, 2.9)):
         device = {"device_name": ledger.guard.device.name, "pace_mean_s": pace_s, "pace_error_s": 1e-4}
         callback.on_trial_result(0, [], trial, report_of(num_steps, total_s, **device))
-        assert known.how_ends == HowEnded("ok", CUT_SHORT)
+        assert known.how_ends == HowEnded("ok", cut_short="by the tuner")
         assert known.session.stopped.startswith("at the measured pace it takes 50")
 
 
@@ -367,7 +366,7 @@ def test_clock_that_is_set_back_gives_no_negative_time(monkeypatch: pytest.Monke
     known = ledger.entries["a"] = ledger.judge({"width": 8})
     ledger.start("a", {"width": 8}, from_checkpoint=False)
     now[0] -= 500
-    assert ledger.measurement(known, "failed").total_time_s == 0.0
+    assert ledger.measurement(known, HowEnded("failed")).total_time_s == 0.0
 
 
 def test_hard_time_limit_counts_all_starts_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +548,8 @@ def test_pace_over_time_budget_stops_trial(tmp_path: Path) -> None:
     _, rows, _ = run(tmp_path, slow, space, time_budget="14s", reuse_actors=True)
     logged = by(rows, "seconds")
     assert logged[0.0].status == "ok"
-    assert logged[0.1].note.startswith(f"{TOO_SLOW}: at the measured pace it takes 20")
+    assert logged[0.1].cut_short == "too slow"
+    assert logged[0.1].note.startswith("at the measured pace it takes 20")
     assert 1 < logged[0.1].measured["time"] < 10  # all of it would have taken 20 s
 
 

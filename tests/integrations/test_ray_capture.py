@@ -240,7 +240,7 @@ def test_steps_come_from_the_trials_that_the_scheduler_let_finish(tmp_path: Path
             max_concurrent_trials=1,
         )
     stopped, whole, last = guarded.perfguard.ledger.records()
-    assert [stopped.note, whole.note, last.note] == ["cut short", "", ""]
+    assert [stopped.cut_short, whole.cut_short, last.cut_short] == ["by the tuner", "", ""]
     assert ["time" in record.predicted for record in (stopped, whole, last)] == [False, False, True]
     assert last.reason.endswith("steps: about 12, from 1 finished trial")
 

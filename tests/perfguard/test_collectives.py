@@ -125,6 +125,7 @@ def test_captured_step_waits_for_slow_links_and_on_fast_ones_takes_its_computati
     assert slow.time_parts_s["communication"] > 10 * fast.time_parts_s["communication"] > 0
     assert slow.step_time.median > fast.step_time.median > computed.step_time.median
     assert slow.step_time.log_sigma > computed.step_time.log_sigma
+    assert slow.account["step_time"][-1].name == "links"
     without_nccl = guardnet.predict(replace(graph, options=()), H100)
     for found in (slow, computed):  # an evaluation has no collectives
         assert found.peak_memory.median - without_nccl.peak_memory.median == pytest.approx(LINKS.nccl_bytes)

@@ -19,7 +19,7 @@ from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, LogError
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore, Selection
-from perfguard.measure import TOO_SLOW, Status
+from perfguard.measure import Status
 from perfguard.record import columns_of
 from perfguard.repair import Repair
 from perfguard.summary import summarize
@@ -84,7 +84,7 @@ def test_history_is_what_risk_is_accounted_by(store: MeasurementStore, graphs: l
         (replace(LAUNCHED, phase="the evaluation"), {"status": "oom", "total_time_s": 3.0}),
         (LAUNCHED, {"peak_memory_bytes": 3000}),
         (LAUNCHED, {"status": "timeout"}),
-        (LAUNCHED, {"note": TOO_SLOW}),
+        (LAUNCHED, {"cut_short": "too slow"}),
         (LAUNCHED, {"step_time_s": 2.0}),
         (LAUNCHED, {"status": "failed"}),
         (LAUNCHED, {"total_time_s": float("nan")}),

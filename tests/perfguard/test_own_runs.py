@@ -10,7 +10,6 @@ import pytest
 
 from perfguard import Device, Observation
 from perfguard.budget import Limit
-from perfguard.measure import CUT_SHORT
 from perfguard.own_runs import by_graph, judged_by
 from perfguard.verdict import Verdict
 from tests.perfguard.log_rows import CPU, DEVICE, MEASUREMENT, PREDICTION, make_graph
@@ -38,7 +37,7 @@ def runs(*changes: dict[str, Any]) -> Sequence[Observation]:
         ({"memory": 900.0}, [{"peak_memory_bytes": 950}], "prune"),
         ({"memory": 900.0}, [{"peak_memory_bytes": 800}, {"peak_memory_bytes": 810}, {"peak_memory_bytes": 1300}], "launch"),
         ({"memory": 900.0}, [{"peak_memory_bytes": None}], "prune"),
-        ({"memory": 900.0}, [{"peak_memory_bytes": 800, "note": CUT_SHORT}], "prune"),
+        ({"memory": 900.0}, [{"peak_memory_bytes": 800, "cut_short": "by the tuner"}], "prune"),
         ({"step_time": 0.2}, [{"step_time_s": 0.15}], "launch"),
         ({"time": 20.0}, [{"total_time_s": 15.0, "num_steps": 100}], "launch"),
         ({"time": 20.0}, [{"total_time_s": 15.0, "num_steps": 50}], "prune"),  # half of the steps

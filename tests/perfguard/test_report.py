@@ -41,7 +41,10 @@ def write_study(store: MeasurementStore, num_trials: int, *, study: str = "made 
         params = {"width": rng.randint(16, 512), "optimizer": rng.choice(["sgd", "adamw"]), name: {"nested": name}}
         memory_bytes, seconds = 4e6 * rng.uniform(16, 12_000), rng.uniform(1000, 9000)
         memory, step, total = (
-            Estimate(value * math.exp(rng.gauss(0, 0.1)), 0.1) for value in (memory_bytes, seconds / 1000, seconds)
+            Estimate.of_physics(value / 2, 0.2, "at peak rates").then(
+                "network", "as measured", median=value * math.exp(rng.gauss(0, 0.1)), log_sigma=0.1
+            )
+            for value in (memory_bytes, seconds / 1000, seconds)
         )
         prediction = Prediction(memory, step, total, "made-up-1", CARD.id, trained_on_device=True)
         limits = [Limit("memory", 32 * GIB, memory), Limit("time", 7200.0, total)]
@@ -79,6 +82,14 @@ def test_the_numbers_of_the_table_are_those_of_the_log(store: MeasurementStore) 
     assert values_of(page, 6) == [record.measured.get("time") for record in records]
     for label, value in read_report(store).summary.rows():
         assert f'<th scope="row">{label}</th><td>{value}</td>' in page, "the summary is the guard's"
+
+
+def test_the_prediction_that_is_furthest_off_is_explained(store: MeasurementStore) -> None:
+    page, records = page_of(read_report(store)), store.records()
+    whole = [record for record in records if record.error("time") is not None]
+    furthest = max(whole, key=lambda record: abs(math.log(record.measured["time"] / record.predicted["time"].median)))
+    assert "How the predicted peak memory came to be" in page
+    assert f"trial {furthest.number}, the furthest from its measurement, predicted" in page
 
 
 def test_hostile_names_are_text_and_the_policy_allows_our_scripts_alone() -> None:

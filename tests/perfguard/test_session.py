@@ -16,10 +16,10 @@ from perfguard import Device
 from perfguard.capture import DryRuns
 from perfguard.exceptions import BudgetWarning, CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard.guard import Guard
-from perfguard.measure import CUT_SHORT, TOO_SLOW, Measurement
+from perfguard.measure import CutShort, Measurement
 from perfguard.pace import Pace
 from perfguard.rejections import Search
-from perfguard.session import TrialSession, check_repairs
+from perfguard.session import HowEnded, TrialSession, check_repairs
 from perfguard.workload import Workload
 from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
 
@@ -179,14 +179,15 @@ def test_pace_ends_a_trial_unless_the_guard_only_warns(on_violation: Any, ends: 
     assert session.margins_over("time")["time"] > 0
 
 
-@pytest.mark.parametrize(("cut_short", "is_too_slow"), [(True, True), (False, False)])
-def test_trial_that_its_pace_ends_is_learnt_and_lost_time_counts(cut_short: bool, is_too_slow: bool) -> None:
+@pytest.mark.parametrize(("cut_short", "is_too_slow"), [("by the tuner", True), ("", False)])
+def test_trial_that_its_pace_ends_is_learnt_and_lost_time_counts(cut_short: CutShort, is_too_slow: bool) -> None:
     """Its steps are those of any other trial. Ray's were logged as timeouts, which nothing is learnt from."""
     session = judged(session_of(time_budget="60s"), workload(steps=1000))
     session.too_slow(Running())
-    note = session.note_of(CUT_SHORT if cut_short else "")
-    assert (note.startswith(f"{TOO_SLOW}: at the measured pace it takes 100 s")) is is_too_slow
-    ending = session.end(measurement(note=note))
+    how = session.how_ended(HowEnded("ok", cut_short=cut_short))
+    assert how.note.startswith("at the measured pace it takes 100 s") is is_too_slow
+    assert (how.cut_short == "too slow") is is_too_slow
+    ending = session.end(measurement(note=how.note, cut_short=how.cut_short))
     assert ending.margins is not None
     assert (ending.margins["time"] > 0) is is_too_slow, "one that went on to its end has held its budget"
     assert len(session.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
@@ -289,16 +290,16 @@ def test_trial_on_another_device_keeps_the_margins_of_its_verdict() -> None:
 def test_time_of_a_trial_that_was_cut_short_says_nothing_of_its_limit() -> None:
     session = judged(session_of(time_budget="60s"), workload(steps=100))
     predicted = session.verdict.margins["time"]
-    for note, margin in ((CUT_SHORT, predicted), ("", math.log(1 / 60))):
-        margins = session.end(measurement(note=note)).margins
+    for cut_short, margin in (("by the tuner", predicted), ("", math.log(1 / 60))):
+        margins = session.end(measurement(cut_short=cut_short)).margins
         assert margins is not None
         assert margins["time"] == pytest.approx(margin)
 
 
 def test_memory_of_a_trial_that_was_cut_before_its_first_step_is_none() -> None:
     session = judged(session_of(), workload())
-    assert session.end(measurement(note=CUT_SHORT, num_steps=0)).measurement.peak_memory_bytes is None
-    assert session.end(measurement(note=CUT_SHORT, num_steps=1)).measurement.peak_memory_bytes is not None
+    assert session.end(measurement(cut_short="by the tuner", num_steps=0)).measurement.peak_memory_bytes is None
+    assert session.end(measurement(cut_short="by the tuner", num_steps=1)).measurement.peak_memory_bytes is not None
 
 
 def test_repair_that_was_not_applied_is_not_learnt() -> None:

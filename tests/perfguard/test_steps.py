@@ -15,7 +15,6 @@ from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.graph import trace
 from perfguard.guard import Guard
 from perfguard.log import MeasurementStore
-from perfguard.measure import CUT_SHORT
 from perfguard.predictor import HALF_INTERVAL, Observation
 from perfguard.steps import Steps, steps_of_finished
 from perfguard.verdict import Verdict
@@ -84,9 +83,7 @@ def test_interval_holds_both_units_until_one_of_them_shows() -> None:
 
 
 def test_only_whole_trials_of_the_own_study_count() -> None:
-    others = (
-        finished(7, study="another") + finished(7, status="oom") + finished(7, note=f"by a pruner; {CUT_SHORT}") + finished(0)
-    )
+    others = finished(7, study="another") + finished(7, status="oom") + finished(7, cut_short="by the tuner") + finished(0)
     assert steps_of(others) is None
     assert steps_of(finished(100) + others) == steps_of(finished(100))
     assert steps_of(finished(100, study=""), study="") is None

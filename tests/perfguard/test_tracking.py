@@ -9,6 +9,7 @@ import pytest
 
 from perfguard.exceptions import ConfigurationError, TrackingWarning
 from perfguard.tracking import Tracker, fields_of
+from tests.perfguard.test_explain import record as explained_record
 from tests.perfguard.test_record import GIB, record
 
 RAN = record("launched", status="ok", measured={"memory": 4 * GIB, "time": 80.0})
@@ -23,6 +24,7 @@ def test_the_fields_are_those_of_the_record() -> None:
     assert fields["perfguard/over_budget"] == 1.0
     assert "perfguard/energy_predicted_j" not in fields
     assert fields_of(record("pruned for memory"))["perfguard/verdict"] == "pruned"
+    assert "perfguard/account" not in fields_of(explained_record()), "a text of a thousand characters is for `perfguard explain`"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own, with SQLAlchemy 2.1

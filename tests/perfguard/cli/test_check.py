@@ -106,6 +106,7 @@ def test_doubtful_workload_cannot_be_told(check: Check) -> None:
     assert 0.05 < doubtful["p_exceeded"] < 0.95
     limits = f"{limit['low'] / 2**20:.0f}MiB", f"{limit['high'] / 2**20 + 1:.0f}MiB"
     assert [check("build", "--max-memory", text, "--risk", "0.06")[0] for text in limits] == [1, 0]
+    assert [check("build", "--max-memory", text, "--risk", "6%")[0] for text in limits] == [1, 0]
 
 
 def test_verdict_is_that_of_the_guard(check: Check, script: str) -> None:
@@ -140,6 +141,8 @@ def test_verdict_is_that_of_the_guard(check: Check, script: str) -> None:
         ("build", ["--max-cost", "free", "--price-per-hour", "2"], "--max-cost must look like"),
         ("build", ["--steps", "9", "--max-step-time", "2h", "--max-trial-time", "1h"], "(2.00 h) is more than --max-trial-time"),
         ("build", ["--risk", "2"], "risk must lie in (0, 1)"),
+        ("build", ["--risk", "200%"], "risk must lie in (0, 1)"),
+        ("build", ["--risk", "low"], "argument --risk: expected a chance such as 0.05 or 5%, but got 'low'"),
         ("build", ["--set", "widht=3"], "--set widht has no effect: build never reads params['widht'] (did you mean 'width'?)"),
         ("needs_width", ["--set", "width=8", "--batch-size", "4"], "--batch-size has no effect"),
         ("needs_width", ["--set", "widht=8"], "add --set width=VALUE instead of --set widht, which build never reads"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from perfguard import Device, Measurement, Run, TensorSpec, Workload, resolve_device, trace
+from perfguard.exceptions import ConfigurationError
 from perfguard.measure import Status, StepTimer, status_of
 from perfguard.measure import cpu as cpu_module
 from perfguard.measure import run as run_module
@@ -71,6 +73,15 @@ def test_finish_at_last_step_ends_total_time(device: Device, monkeypatch: pytest
     run.step()
     run.step()
     assert run.finish(at_last_step=True).total_time_s == 6.0
+
+
+def test_run_that_was_stopped_has_no_result(device: Device) -> None:
+    assert Run(device).start().finish().has_result
+    assert not Run(device).start().finish("failed").has_result
+    stopped = Run(device).start().finish(cut_short="by the tuner")
+    assert (stopped.status, stopped.has_result) == ("ok", False)
+    with pytest.raises(ConfigurationError, match=r"cut_short must be one of '', 'by the tuner', 'too slow', but got"):
+        replace(stopped, cut_short="by hand")
 
 
 @pytest.fixture(params=["vmhwm", "rss-sampled"])
