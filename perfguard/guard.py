@@ -637,7 +637,7 @@ class Guard:
         A graph of None is unknown.
         """
         decision_id = ""
-        verdict = replace(verdict, guard_s=self.clock.take())
+        verdict = replace(verdict, guard_s=self.clock.take(), dry_run_s=self.clock.take_dry_runs())
         with self._going_on(LogWarning, "log a verdict"):  # the log keeps what it cannot deliver; this is worse
             decision_id = self.log.record_decision(
                 verdict, graph=graph, device=self.device, study=study, trial=trial, params=params or {}, trial_id=trial_id

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from perfguard.quantities import format_seconds
@@ -36,6 +36,7 @@ class GuardClock:
         self._now = now
         self._lock = threading.Lock()
         self._counted_s = 0.0
+        self._dry_run_s: dict[str, float] = {}
         self._thread = threading.local()
 
     def running(self) -> AbstractContextManager[None]:
@@ -58,6 +59,18 @@ class GuardClock:
         """Count ``seconds`` that another clock has measured."""
         with self._lock:
             self._counted_s += seconds
+
+    def note_dry_run(self, seconds: Mapping[str, float]) -> None:
+        """Note where the time of a dry run went, in ``seconds`` by part. They are counted already."""
+        with self._lock:
+            for part, part_s in seconds.items():
+                self._dry_run_s[part] = self._dry_run_s.get(part, 0.0) + part_s
+
+    def take_dry_runs(self) -> dict[str, float]:
+        """Return the seconds of the dry runs since the call before, by part."""
+        with self._lock:
+            taken, self._dry_run_s = self._dry_run_s, {}
+        return taken
 
     def take(self) -> float:
         """Return the seconds since the call before, on all threads. Of blocks that go on, that of the calling thread counts."""
@@ -117,6 +130,8 @@ class GuardCost:
     """Time of the launched trials. None: unknown."""
     saved_s: float | None
     """Estimated time that the pruned trials would have taken. None: unknown for one of them at least. 0: none was pruned."""
+    dry_run_s: Mapping[str, float] = field(default_factory=dict)
+    """Of the guard's time, that of dry runs, by part (:mod:`perfguard.capture.stopwatch`). Empty: there were none."""
     most_share: float = 0.1
     """Share of the study's time up to which the guard's own is small, whatever it saves."""
     least_s: float = 1.0
@@ -148,4 +163,11 @@ class GuardCost:
             saved = "it has saved nothing so far"
         else:
             saved = f"the pruned trials would have taken about {format_seconds(self.saved_s)} (an estimate)"
-        return f"{self.in_short}; {saved}"
+        return f"{self.in_short}{self._of_dry_runs}; {saved}"
+
+    @property
+    def _of_dry_runs(self) -> str:
+        if not self.dry_run_s:
+            return ""
+        part, part_s = max(self.dry_run_s.items(), key=lambda item: item[1])
+        return f" (dry runs {format_seconds(sum(self.dry_run_s.values()))}, most of it {part}: {format_seconds(part_s)})"

@@ -50,6 +50,7 @@ VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("verdict", "repair", "predictor", *_TEXTS), str),
     "accepted": float,
     "guard_s": float,
+    "dry_run_s": str,  # JSON: of these, seconds of dry runs by part
     # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
     "memory_widening": float,
     "step_time_widening": float,
@@ -63,6 +64,7 @@ VERDICT_COLUMNS: Mapping[str, type] = {
 def columns_of(verdict: Verdict) -> dict[str, Any]:
     """Return ``verdict`` as columns, without those that are unknown or empty. Values are text and numbers."""
     columns: dict[str, Any] = {"verdict": verdict.action, "accepted": verdict.accepted, "guard_s": verdict.guard_s}
+    columns["dry_run_s"] = json.dumps(verdict.dry_run_s) if verdict.dry_run_s else ""
     columns |= {name: getattr(verdict, name) for name in _TEXTS}
     if verdict.prediction is not None:
         columns["predictor"] = verdict.prediction.predictor
@@ -102,6 +104,7 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
         repair=Repair(**repair),
         as_proposed=proposed[0] if proposed else None,
         guard_s=columns.get("guard_s") or 0.0,
+        dry_run_s=json.loads(columns.get("dry_run_s") or "{}"),
         **texts,
     )
 

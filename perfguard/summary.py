@@ -187,8 +187,12 @@ def summarize(
     crash_s = _crash_s(launched)
     is_known = len(saved) + num_crashes == len(pruned) and (crash_s is not None or not num_crashes)
     guard_s = more_guard_s + sum(record.guard_s for record in records)
+    dry_run_s: Counter[str] = Counter()
+    for record in records:
+        dry_run_s.update({} if record.verdict is None else record.verdict.dry_run_s)
     cost = GuardCost(
         guard_s=guard_s,
+        dry_run_s=dry_run_s,
         launched_s=sum(times) if times or not launched else None,
         saved_s=sum(saved) + num_crashes * (crash_s or 0.0) if is_known else None,
     )

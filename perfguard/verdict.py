@@ -65,6 +65,8 @@ class Verdict:
     """The phase of the trial that needs most memory, for instance "the evaluation". Empty: a training step."""
     guard_s: float = field(default=0.0, compare=False)
     """Seconds that the study has waited for PerfGuard since the verdict before; see :mod:`perfguard.guard_time`."""
+    dry_run_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Of these, seconds of dry runs, by part; see :mod:`perfguard.capture.stopwatch`."""
     prediction: Prediction | None = field(default=None, compare=False)
     """All that was predicted. None: nothing was, or the verdict was read from a log, which holds :attr:`predicted` alone."""
 

@@ -52,6 +52,7 @@ class ObjectiveBuild(DryRuns):
     ) -> None:
         super().__init__(functools.partial(_play, objective, tuple(directions)), device, network=network)
         self.clock = clock or GuardClock()
+        self.note_seconds = self.clock.note_dry_run
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``, in the trial that :func:`asked_for` names.

@@ -91,6 +91,8 @@ class TrainableBuild(DryRuns):
         except ray.exceptions.RayError as error:  # it took too much memory, or the process has ended
             return CaptureError(f"the process of the dry run has ended ({type(error).__name__})")
         self._longest_s = max(self._longest_s, time.monotonic() - began)
+        if not isinstance(result, Exception):
+            self.note_seconds(result.seconds)
         return result
 
 

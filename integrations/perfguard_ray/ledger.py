@@ -172,6 +172,8 @@ class Ledger:
         check_repairs(guard, build)
         self.guard = guard
         self.build = build
+        if isinstance(build, DryRuns):
+            build.note_seconds = guard.clock.note_dry_run
         self.study = study
         self.search = Search()
         self.begun_at = time.time()

@@ -99,6 +99,8 @@ class DryRuns:
         self._replays: bool | None = None
         """Whether a loop may go on without its model. None: it may, until an error may come from that."""
         self._network = network
+        self.note_seconds: Callable[[Mapping[str, float]], object] = lambda seconds: None
+        """Called with the seconds of each dry run, by part."""
         self.may_stand_in: Callable[[CapturedTrial], bool] | None = None
         """Returns whether a captured trial may stand in for one alike, so that no dry run is made. None: none may."""
 
@@ -257,7 +259,9 @@ class DryRuns:
             if isinstance(found, Exception) or "process" in found.seconds:  # one that is remembered has its own
                 return found
             around_s = time.monotonic() - began - sum(found.seconds.values())
-            return replace(found, seconds={**found.seconds, "process": around_s})
+            found = replace(found, seconds={**found.seconds, "process": around_s})
+            self.note_seconds(found.seconds)
+            return found
         finally:
             if self._spawned is not None:
                 self.close()

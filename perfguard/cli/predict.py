@@ -82,6 +82,8 @@ def predict(arguments: argparse.Namespace) -> None:
     if arguments.explain:
         document["explain"] = explanation(prediction, op_time_s, graph, peak_graph, device)
         document["account"] = explain.as_json(predicted)
+        if work.dry_run_s:
+            document["dry_run_s"] = dict(work.dry_run_s)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
@@ -296,6 +298,8 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
         console.print(note, style="yellow", markup=False, highlight=False)
     if "explain" in document:
         _print_explanation(console, document["explain"], peak_graph, device)
+    if "dry_run_s" in document:
+        _print_parts(console, "time of the dry run", document["dry_run_s"], format_seconds)
 
 
 def _mig_in_words(mig: Mapping[str, Any]) -> str:

@@ -222,6 +222,8 @@ class Work(NamedTuple):
     """Other phases, of which only the memory counts: those of a :class:`perfguard.workload.CapturedTrial`."""
     host_memory: HostMemory | None = None
     """What a script holds in the memory of the host. None: it is none."""
+    dry_run_s: Mapping[str, float] = MappingProxyType({})
+    """Seconds of the dry run of a script, by part (:mod:`perfguard.capture.stopwatch`)."""
 
     def predict(self, guard: Guard) -> tuple[Prediction, dict[str, Estimate]]:
         """Return the prediction that a trial would get, and the peak memory of each phase, largest first."""
@@ -270,7 +272,7 @@ def _work_of_script(arguments: argparse.Namespace, device: Device) -> Work:
     steps = arguments.steps or seen.steps
     notes += [NOT_SEALED] if seen.source.endswith("not sealed") else []
     notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
-    return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases, seen.host_memory)
+    return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases, seen.host_memory, seen.seconds)
 
 
 def _notes(workload: Workload) -> list[str]:

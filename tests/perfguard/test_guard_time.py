@@ -84,3 +84,17 @@ def test_share_is_unknown_where_the_time_of_trials_is() -> None:
     assert (unknown.share, unknown.is_too_high) == (None, False)
     assert str(unknown) == "6.70 s; it has saved nothing so far"
     assert GuardCost(guard_s=0.0, launched_s=0.0, saved_s=0.0).share is None
+
+
+def test_the_largest_part_of_the_dry_runs_is_named() -> None:
+    cost = GuardCost(guard_s=6.0, launched_s=54.0, saved_s=0.0, dry_run_s={"set-up": 3.0, "steps": 1.0})
+    assert str(cost).startswith("6.00 s, 10% of the study (dry runs 4.00 s, most of it set-up: 3.00 s); ")
+
+
+def test_seconds_of_dry_runs_are_taken_once() -> None:
+    clock = GuardClock()
+    clock.note_dry_run({"set-up": 1.0})
+    clock.note_dry_run({"set-up": 2.0, "steps": 0.5})
+    assert clock.take_dry_runs() == {"set-up": 3.0, "steps": 0.5}
+    assert clock.take_dry_runs() == {}
+    assert clock.take() == 0.0
