@@ -14,9 +14,11 @@ import os
 import sys
 from collections.abc import Iterator, Set
 from pathlib import Path
+from types import FrameType
 
 _NO_STOPS = ("isnan", "isinf", "isfinite", "should_prune")
 """A condition on one of these ends no training that goes well, or is the tuner's."""
+Loop = ast.For | ast.While
 _Place = tuple[str, int]
 """A file and a line."""
 
@@ -54,8 +56,8 @@ class Stops:
                     return True
         return False
 
-    def _loops_in(self, name: str) -> list[ast.For | ast.While]:
-        return _loops_around(name, {line for file, line in self._steps if file == name})
+    def _loops_in(self, name: str) -> list[Loop]:
+        return loops_around(name, {line for file, line in self._steps if file == name})
 
 
 def line_of_user() -> _Place | None:
@@ -63,12 +65,17 @@ def line_of_user() -> _Place | None:
     return next(_places(), None)
 
 
-def _places() -> Iterator[_Place]:
-    frame = sys._getframe(2)
+def frames_of_user() -> Iterator[FrameType]:
+    """The frames of the user's code that run now, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_of_user(frame.f_code.co_filename):
-            yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+            yield frame
+        frame = frame.f_back
+
+
+def _places() -> Iterator[_Place]:
+    return ((frame.f_code.co_filename, frame.f_lineno) for frame in frames_of_user())
 
 
 @functools.cache
@@ -78,16 +85,21 @@ def is_of_user(name: str) -> bool:
     return not name.startswith("<frozen") and not any(part in name for part in libraries)
 
 
-def _loops_around(name: str, lines: Set[int]) -> list[ast.For | ast.While]:
+def loops_around(name: str, lines: Set[int]) -> list[Loop]:
+    """Return the loops of a file that are around one of its ``lines``, outermost first."""
+    return [loop for loop in _loops_of(name) if any(loop.body[0].lineno <= line <= loop.body[-1].end_lineno for line in lines)]  # type: ignore[operator]
+
+
+@functools.cache
+def _loops_of(name: str) -> list[Loop]:
     try:
         tree = ast.parse("".join(linecache.getlines(name)))
     except SyntaxError:  # a notebook's own words
         return []
-    loops = (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While)))
-    return [loop for loop in loops if any(loop.body[0].lineno <= line <= loop.body[-1].end_lineno for line in lines)]  # type: ignore[operator]
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))]
 
 
-def _exit_by_value(loop: ast.For | ast.While, values: Set[int]) -> int | None:
+def _exit_by_value(loop: Loop, values: Set[int]) -> int | None:
     dependent: set[str] = set()
 
     def depends(node: ast.AST | None) -> bool:
@@ -101,10 +113,10 @@ def _exit_by_value(loop: ast.For | ast.While, values: Set[int]) -> int | None:
         number = len(dependent)
         for node in ast.walk(loop):
             if isinstance(node, (ast.If, ast.While)) and depends(node.test):
-                dependent.update(*map(_assigned, (*node.body, *node.orelse)))
+                dependent.update(*map(assigned, (*node.body, *node.orelse)))
             elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.Expr)) and depends(node.value):
-                dependent.update(_assigned(node))
-    exits = _exits_of(loop)
+                dependent.update(assigned(node))
+    exits = exits_of(loop)
     for node in ast.walk(loop):
         ends = node is loop or (isinstance(node, ast.If) and not exits.isdisjoint(ast.walk(node)))
         if isinstance(node, (ast.If, ast.While)) and ends and depends(node.test) and not _is_no_stop(node.test):
@@ -112,18 +124,18 @@ def _exit_by_value(loop: ast.For | ast.While, values: Set[int]) -> int | None:
     return None
 
 
-def _ends_by_count(loop: ast.For | ast.While, within: ast.For | ast.While) -> bool:
+def _ends_by_count(loop: Loop, within: Loop) -> bool:
     counted = {ast.unparse(node.target) for part in within.body for node in ast.walk(part) if isinstance(node, ast.AugAssign)}
     of_within = {*ast.walk(within)}
-    exits = _exits_of(loop) - of_within
+    exits = exits_of(loop) - of_within
     tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not exits.isdisjoint(ast.walk(node))]
     if isinstance(loop, ast.While):
         tests.append(loop.test)
     return any(not counted.isdisjoint(_names(test)) for test in tests if test not in of_within)
 
 
-def _exits_of(loop: ast.For | ast.While) -> set[ast.AST]:
-    """What ends ``loop``: each `break` of its own, and each `return`. A `break` of a loop within it ends that one alone."""
+def exits_of(loop: Loop) -> set[ast.AST]:
+    """Return what ends ``loop``: each `break` of its own, and each `return`. A `break` of a loop within it ends that one."""
     found: set[ast.AST] = set()
     left: list[tuple[ast.AST, bool]] = [(part, True) for part in loop.body]
     while left:
@@ -146,8 +158,8 @@ def _names(node: ast.AST) -> set[str]:
     return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))}
 
 
-def _assigned(node: ast.AST) -> set[str]:
-    """What is assigned within ``node``, and the objects that are called there, or whose methods are."""
+def assigned(node: ast.AST) -> set[str]:
+    """Return what is assigned within ``node``, and the objects that are called there, or whose methods are."""
     found: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(part.ctx, ast.Store):

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
+from perfguard.capture.loop_heads import LoopHeads
 from perfguard.capture.loops import Generations
 from perfguard.capture.micro_batches import LeftOutError, MicroBatches
 from perfguard.capture.own_updates import OwnUpdates
@@ -172,6 +173,7 @@ class Watch:
         self._recorder = Recorder(self._modules, is_cpu=device.kind == "cpu")
         self.host = HostTensors(device, self._recorder, blanks)
         self._stops = Stops()
+        self._loop_heads = LoopHeads()
         self.host.values.on_unknown = self._stops.note_value
         self._replays = replays
         self._replay = Replay()
@@ -504,6 +506,7 @@ class Watch:
             gc.collect()
         if len(self.marks) < 3:
             self._stops.note_step()
+            self._loop_heads.note_step()
         self.marks.append(reached.num_ops)
         if len(self.marks) >= 2:
             self._replay.follow_calls()
@@ -598,6 +601,7 @@ class Watch:
         if self._stepped:
             self._forget_models()
         self.marks, self._copies, self._batches = [], [], []
+        self._loop_heads = LoopHeads()
         self.loaders.begin_anew()
 
     def _end(self, why: str) -> None:
@@ -646,6 +650,8 @@ class Watch:
         stop = self._stops.where()
         unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
         per_epoch, steps = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
+        if steps is None and not stop and not self._stages:
+            steps = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
         was_whole = len(self.marks) > 1 or not self.leaves_out  # the last micro-batch of the first step is not
