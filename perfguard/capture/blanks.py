@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from perfguard.capture.held import held_bytes
 from perfguard.exceptions import TooLargeError
 from perfguard.graph.recorder import operator_of, tensors_in
 from perfguard.graph.shape_rules import META, empty_twin
@@ -100,7 +101,7 @@ class Blanks:
         self._largest_bytes = share * available
         self._most_bytes = min(most_bytes, available // 2)
         self._smallest_bytes = smallest_bytes
-        self._before_bytes = _resident_bytes()
+        self._before_bytes = held_bytes(os.getpid())
         self._allowance = 0.0
         """Bytes that tensors may take before the memory of this process is looked at again."""
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
@@ -150,7 +151,7 @@ class Blanks:
         if num_bytes > max(self._largest_bytes, self._smallest_bytes):
             return False
         if num_bytes > self._allowance:
-            left = self._most_bytes - (_resident_bytes() - self._before_bytes)
+            left = self._most_bytes - (held_bytes(os.getpid()) - self._before_bytes)
             self._allowance = left / 8
             if num_bytes > max(left, self._smallest_bytes):
                 return False
@@ -189,7 +190,3 @@ def _sizes(leaves: Sequence[Any]) -> Iterator[float]:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process(os.getpid()).memory_info().rss)

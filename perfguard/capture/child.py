@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from perfguard.capture.held import held_bytes
 from perfguard.capture.seal import Seal, explain, leave_databases, sealed
 from perfguard.capture.stops import is_of_user
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -125,7 +126,7 @@ def silence_output() -> None:
 
 def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: Callable[[float], object] = time.sleep) -> str:
     """Wait for a child, and return why it has not sent what it saw. Empty: it has."""
-    began, pause, before = time.monotonic(), 0.001, resident_bytes(os.getpid())
+    began, pause, before = time.monotonic(), 0.001, held_bytes(os.getpid())
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended and os.WIFSIGNALED(status):
@@ -182,17 +183,9 @@ def beyond_limits(process: int, began: float, before: int, most_s: float, most_b
     """Return which limit a dry run has passed that ``began`` with ``before`` bytes of memory. Empty: none."""
     if time.monotonic() - began > most_s:
         return f"the dry run of the objective did not end within {most_s:g} s"
-    if resident_bytes(process) - before > most_bytes:
+    if held_bytes(process) - before > most_bytes:
         return f"the dry run of the objective took more than {most_bytes / 2**30:.3g} GiB of host memory"
     return ""
-
-
-def resident_bytes(process: int) -> int:
-    """Return the host memory of a process. 0: it has ended."""
-    try:
-        return int(psutil.Process(process).memory_info().rss)
-    except psutil.Error:
-        return 0
 
 
 def dry_run(

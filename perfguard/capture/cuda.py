@@ -98,6 +98,8 @@ def pretend_cuda(replace: Replace, device: Device) -> None:
     replace(torch.backends.cudnn, "is_acceptable", answering(False))  # it would load cuDNN, to lay out weights of an LSTM
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         replace(torch.cuda.nvtx, name, answering(0))
+    replace(torch.autograd.profiler.emit_nvtx, "__enter__", lambda _: lambda self: self)
+    replace(torch.autograd.profiler.emit_nvtx, "__exit__", answering(None))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     current = _Nothing()

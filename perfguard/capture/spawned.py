@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from perfguard.capture.child import beyond_limits, child_sealed, dry_run, limit_stalls, resident_bytes, silence_output
+from perfguard.capture.child import beyond_limits, child_sealed, dry_run, limit_stalls, silence_output
+from perfguard.capture.held import held_bytes
 from perfguard.capture.seal import Seal, remove_scratch
 from perfguard.exceptions import CaptureError
 
@@ -115,7 +116,7 @@ class Spawned:
             raise CaptureError("a new process ends as it loads the objective. Describe what trials run: build=...") from error
         if problem is not None:
             raise problem
-        self._before = resident_bytes(self.pid)
+        self._before = held_bytes(self.pid)
 
     def await_word(self, began: float, most_s: float, most_bytes: int) -> str:
         """Wait for its next message, and return why there is none. Empty: there is one, or the process has ended."""

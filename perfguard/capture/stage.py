@@ -37,6 +37,7 @@ from perfguard.capture.blanks import Blanks, on_meta, written_by, zeros_on_host
 from perfguard.capture.collated import Batches
 from perfguard.capture.cuda import missing_functions, pretend_cuda
 from perfguard.capture.deepspeed_engine import deepspeed_on_meta
+from perfguard.capture.descriptions import describing
 from perfguard.capture.fastai_learner import follow_fastai
 from perfguard.capture.few_samples import FewSamples
 from perfguard.capture.host import HostUse
@@ -538,6 +539,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
             follow_fastai(replace, loaders, host.recorder, _read_alone)
 
         follow_libraries()
+        describing(replace)
         replace(DeviceContext, "__torch_function__", lambda _: _by_default_on_meta)
         replace(nn.Parameter, "__new__", _making_on_meta)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
