@@ -75,7 +75,12 @@ def predict(arguments: argparse.Namespace) -> None:
     if work.host_memory is not None:
         predicted["host_memory"] = needed_on_host(work.host_memory, prediction, device)
         document["host_memory_bytes"] = estimate_as_json(predicted["host_memory"])
-    document["notes"] = [*alias_notes(arguments.gpu, device), *notes_of(forecaster, device), *work.notes]
+    document["notes"] = [
+        *alias_notes(arguments.gpu, device),
+        *notes_of(forecaster, device),
+        *work.notes,
+        *_hopeless_notes(graph, device),
+    ]
     if arguments.mig:
         document["mig"] = _smallest_instance(device, graph, prediction, predictor)
     peak_graph = work.phases.get(next(iter(phases)), graph)
@@ -190,6 +195,16 @@ def estimate_as_json(value: Estimate | None) -> dict[str, float] | None:
         return None
     low, high = value.interval()
     return {"median": value.median, "low": low, "high": high}
+
+
+def _hopeless_notes(graph: OpGraph, device: Device) -> list[str]:
+    """Return a sentence on a step that is hopeless on ``device``: a guard's verdict then has another number."""
+    from perfguard.physics import HOPELESS, LeastMemory
+
+    least = LeastMemory.of(graph, device)
+    if least.num_bytes <= HOPELESS * device.memory_bytes:
+        return []
+    return [f"The step cannot fit: it needs {least}. A guard prunes it by this bound alone, and predicts from it."]
 
 
 def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, predictor: Predictor) -> dict[str, Any]:
