@@ -43,8 +43,8 @@ from perfguard.guard_time import GuardClock, on_guard_time
 from perfguard.last_used import LastUsed
 from perfguard.learning import Assessment, Learner, start_tuning
 from perfguard.own_runs import judged_by
-from perfguard.physics import HOPELESS, LeastMemory, least_reading, scatter_of_readings
-from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
+from perfguard.physics import HOPELESS, LeastMemory, within_bounds
+from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable, load_predictor
 from perfguard.pytorch import gc_paused
 from perfguard.quantities import format_dollars, format_seconds, parse_seconds
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
@@ -302,14 +302,12 @@ class Guard:
         """
         with self._lock:
             prediction = self.predictor.predict(graph, self.device, steps=steps)
-            scatter = scatter_of_readings(prediction.peak_memory.median, self.device.kind)
-            prediction = prediction.widened(self._assessment.widening, least_memory_log_sigma=scatter)
-        total_time = prediction.total_time
-        if total_time is not None:
-            words = "finished trials differ in their steps"
-            total_time = total_time.scaled(1.0, log_sigma=steps_log_sigma, name="number of steps", why=words)
-            prediction = replace(prediction, total_time=total_time)
-        return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
+            prediction = within_bounds(prediction, graph, self.device, widening=self._assessment.widening)
+        if prediction.total_time is None:
+            return prediction
+        words = "finished trials differ in their steps"
+        total_time = prediction.total_time.scaled(1.0, log_sigma=steps_log_sigma, name="number of steps", why=words)
+        return replace(prediction, total_time=total_time)
 
     def judge(
         self,

@@ -31,7 +31,8 @@ from sqlalchemy.orm import Session
 
 from perfguard import log_tables as tables
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user
-from perfguard.log_database import Database, default_location, leave, parse_url, reason_of, unusable
+from perfguard.log_database import Database, leave, parse_url, reason_of, unusable
+from perfguard.log_location import default_location
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation
 from perfguard.risk_budget import EVEN_CHANCE, History

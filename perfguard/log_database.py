@@ -10,8 +10,6 @@ import functools
 import glob
 import json
 import math
-import os
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -26,6 +24,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, IntegrityErr
 from sqlalchemy.pool import StaticPool
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, warn_user
+from perfguard.log_location import data_directory
 from perfguard.log_tables import LOG_FORMAT, Base, GraphRow, MetaRow, Row
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
@@ -317,19 +316,3 @@ def unusable(name: str, reason: object) -> str:
 def reason_of(error: Exception) -> str:
     """The driver's error message on one line, without SQLAlchemy's statement and link."""
     return " ".join(str(getattr(error, "orig", None) or error).split())
-
-
-def data_directory() -> Path:
-    """The user's data directory by the convention of the platform."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    else:
-        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "perfguard"
-
-
-def default_location() -> str:
-    """The path or URL in the environment variable PERFGUARD_LOG, else the file of the user's own log."""
-    return os.environ.get("PERFGUARD_LOG") or str(data_directory() / "log.db")

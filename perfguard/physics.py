@@ -85,6 +85,20 @@ def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool 
     return max(launch_s, products_s / faster, traffic_bytes / device.bandwidth_bytes_per_s / faster)
 
 
+def within_bounds(prediction: Prediction, graph: OpGraph, device: Device, *, widening: Mapping[Target, float]) -> Prediction:
+    """Return ``prediction`` as a guard issues it: as unsure as readings have shown, and never below what a reading can be.
+
+    Args:
+        prediction: of a predictor.
+        graph: one step.
+        device: on which it runs.
+        widening: factors on its standard deviations, see :func:`perfguard.learning.interval_widening`. Empty: none.
+    """
+    scatter = scatter_of_readings(prediction.peak_memory.median, device.kind)
+    widened = prediction.widened(widening, least_memory_log_sigma=scatter)
+    return widened.at_least(least_reading("memory", graph, device), least_reading("time", graph, device))
+
+
 def scatter_of_readings(memory_bytes: float, kind: DeviceKind) -> float:
     """Return the standard deviation of the logarithm of a reading of ``memory_bytes``, when equal trials run on a device.
 

@@ -28,7 +28,8 @@ import _record  # noqa: E402
 RESULTS = runpy.run_path(str(ROOT / "tools" / "results.py"))
 STRANGER = runpy.run_path(str(ROOT / "tools" / "stranger.py"))
 BLOCK: re.Pattern[str] = STRANGER["BLOCK"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SKILL = ROOT / "perfguard-preflight" / "SKILL.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", SKILL, *sorted((ROOT / "docs").rglob("*.md"))]
 pytestmark = pytest.mark.timeout(900)  # a page takes half a minute, and ten times as long where the machine is busy
 
 
@@ -129,6 +130,19 @@ def test_each_command_that_a_page_names_exists_with_its_options(page: Path) -> N
         if verb and known is None:
             wrong.append(f"{name} {verb[0]}")
     assert not wrong
+
+
+def test_skill_says_what_an_agent_is_to_look_for_and_names_keys_that_there_are() -> None:
+    """An agent reads the front matter of a skill to choose it, and its tables to read the answer."""
+    text = SKILL.read_text(encoding="utf-8")
+    front, _, body = text.removeprefix("---\n").partition("\n---\n")
+    assert dict(line.split(": ", 1) for line in front.splitlines())["name"] == SKILL.parent.name
+    assert 50 < len(front) < 1024
+    documented = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").partition("## JSON output")[2]
+    keys = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", body.partition("Keys of the JSON")[2], re.MULTILINE)
+    named = {key for row in keys for key in re.findall(r"`(\w+)`", row)}
+    assert {"limits", "p_exceeded", "unmodelled"} <= named
+    assert all(f"`{key}`" in documented for key in named)
 
 
 def test_each_page_is_in_the_index() -> None:

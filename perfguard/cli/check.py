@@ -132,7 +132,11 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
         raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
     limits = functools.partial(limits, host_memory=work.host_memory)
     verdict = guard.judge(work.graph, limits, threshold=risk, steps=work.steps, phases=work.phases)
-    return verdict, {"notes": [*notes_of(guard), *work.notes], "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
+    return verdict, {
+        "notes": [*notes_of(guard, device), *work.notes],
+        "steps": work.steps,
+        "steps_per_epoch": work.steps_per_epoch,
+    }
 
 
 def _limit_of_trial(budget: Budget) -> str | None:

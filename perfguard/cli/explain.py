@@ -40,7 +40,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def explain(arguments: argparse.Namespace) -> None:
     """Find the trial, and print its accounts."""
-    from perfguard.log import default_location
+    from perfguard.log_location import default_location
     from perfguard.report import read_report
 
     if arguments.plot:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from perfguard.exceptions import ConfigurationError, LogError, leave_unsaid
+from perfguard.log_location import default_location
 from perfguard.predictor import DEFAULT_PREDICTOR
 
 if TYPE_CHECKING:
     from perfguard.budget import Budget
     from perfguard.devices import Device
+    from perfguard.graph import OpGraph
     from perfguard.guard import Guard
-    from perfguard.predictor import Predictor
+    from perfguard.predictor import Prediction, Predictor
 
 NO_LOG = "none"
 """Value of ``--log`` for the shipped weights alone."""
@@ -36,6 +39,39 @@ def guard_within(budget: Budget, device: Device) -> Guard:
     guard = Guard(device, log=False)
     guard.budget = budget
     return guard
+
+
+class Forecaster(Protocol):
+    """What predicts the number that a trial would get: a guard, or the shipped weights within a guard's bounds."""
+
+    @property
+    def num_learnt(self) -> int:
+        """Number of measured runs that the predictions have learnt from."""
+
+    def predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        """The prediction for one step; ``steps`` is the number of steps of the trial, if known."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutLog:
+    """Predictions of a guard without a log. It imports no database."""
+
+    device: Device
+    predictor: Predictor
+    num_learnt: int = 0
+
+    def predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        """See :class:`Forecaster`."""
+        from perfguard.physics import within_bounds  # imports numpy
+
+        return within_bounds(self.predictor.predict(graph, self.device, steps=steps), graph, self.device, widening={})
+
+
+def forecaster_for(device: Device, *, log: str | None, predictor: Predictor) -> Forecaster:
+    """Return what predicts for ``device``. The arguments are those of :func:`guard_for`."""
+    if _location(log) is None:
+        return WithoutLog(device, predictor)
+    return guard_for(device, log=log, predictor=predictor)
 
 
 def guard_for(device: Device, *, log: str | None, predictor: str | Predictor = DEFAULT_PREDICTOR) -> Guard:
@@ -70,7 +106,6 @@ def _location(log: str | None) -> str | None:
     """Return the log to learn from. None: there is none."""
     if log == NO_LOG:
         return None
-    from perfguard.log import default_location
 
     location = log or default_location()
     if "://" in location or Path(location).expanduser().exists():
@@ -80,9 +115,8 @@ def _location(log: str | None) -> str | None:
     return None
 
 
-def notes_of(guard: Guard) -> list[str]:
+def notes_of(forecaster: Forecaster, device: Device) -> list[str]:
     """Return a sentence on the log that the numbers depend on. Empty: they are those of the shipped weights."""
-    if not guard.num_learnt:
-        return []
-    runs = "1 run" if guard.num_learnt == 1 else f"{guard.num_learnt} runs"
-    return [f"Learnt from {runs} of {guard.device.name} in the log {guard.log.location}. --log {NO_LOG} leaves them out."]
+    number = forecaster.num_learnt
+    runs = "1 run" if number == 1 else f"{number} runs"
+    return [f"Learnt from {runs} of {device.name} in your log. --log {NO_LOG} leaves them out."] if number else []

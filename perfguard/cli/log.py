@@ -350,7 +350,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write the report and print its path."""
     from perfguard.cli.subject import check_page
-    from perfguard.log import default_location
+    from perfguard.log_location import default_location
     from perfguard.report import write_report
 
     source = arguments.source or default_location()

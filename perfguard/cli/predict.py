@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perfguard import explain
 from perfguard.budget import needed_on_host
-from perfguard.cli.guards import add_log_argument, guard_for, notes_of
+from perfguard.cli.guards import add_log_argument, forecaster_for, notes_of
 from perfguard.cli.subject import add_subject_arguments, check_page, check_subject, in_network, subject_of
 from perfguard.devices import Device, catalog, mig_instance, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
@@ -62,9 +62,9 @@ def predict(arguments: argparse.Namespace) -> None:
         _rank(arguments, devices, work_on, predictor, price)
         return
     (device,) = devices
-    guard, work = guard_for(device, log=arguments.log, predictor=predictor), work_on(device)
+    forecaster, work = forecaster_for(device, log=arguments.log, predictor=predictor), work_on(device)
     graph = work.graph
-    prediction, phases = work.predict(guard)
+    prediction, phases = work.predict(forecaster)
     op_time_s = operator_times_s(predictor, prediction, graph, device)
 
     document = _as_json(prediction, device, graph, arguments.batch_size, price)
@@ -75,7 +75,12 @@ def predict(arguments: argparse.Namespace) -> None:
     if work.host_memory is not None:
         predicted["host_memory"] = needed_on_host(work.host_memory, prediction, device)
         document["host_memory_bytes"] = estimate_as_json(predicted["host_memory"])
-    document["notes"] = [*alias_notes(arguments.gpu, device), *notes_of(guard), *work.notes]
+    document["notes"] = [
+        *alias_notes(arguments.gpu, device),
+        *notes_of(forecaster, device),
+        *work.notes,
+        *_hopeless_notes(graph, device),
+    ]
     if arguments.mig:
         document["mig"] = _smallest_instance(device, graph, prediction, predictor)
     peak_graph = work.phases.get(next(iter(phases)), graph)
@@ -125,8 +130,8 @@ def _rank(
         target = target_of(device)  # cards of one kind run the same operators
         if target not in works:
             works[target] = work_on(device)
-        guard = guard_for(device, log=arguments.log, predictor=predictor)
-        prediction, graph = works[target].predict(guard)[0], works[target].graph
+        forecaster = forecaster_for(device, log=arguments.log, predictor=predictor)
+        prediction, graph = works[target].predict(forecaster)[0], works[target].graph
         rows.append(_as_json(prediction, device, graph, arguments.batch_size, price))
         rows[-1]["fits"] = rows[-1]["p_oom"] <= 0.05
     rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))
@@ -192,6 +197,16 @@ def estimate_as_json(value: Estimate | None) -> dict[str, float] | None:
         return None
     low, high = value.interval()
     return {"median": value.median, "low": low, "high": high}
+
+
+def _hopeless_notes(graph: OpGraph, device: Device) -> list[str]:
+    """Return a sentence on a step that is hopeless on ``device``: a guard's verdict then has another number."""
+    from perfguard.physics import HOPELESS, LeastMemory
+
+    least = LeastMemory.of(graph, device)
+    if least.num_bytes <= HOPELESS * device.memory_bytes:
+        return []
+    return [f"The step cannot fit: it needs {least}. A guard prunes it by this bound alone, and predicts from it."]
 
 
 def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, predictor: Predictor) -> dict[str, Any]:

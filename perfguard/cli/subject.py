@@ -35,9 +35,9 @@ from perfguard.workload import (
 )
 
 if TYPE_CHECKING:
+    from perfguard.cli.guards import Forecaster
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
-    from perfguard.guard import Guard
     from perfguard.predictor import Estimate, Prediction
     from perfguard.workload import HostMemory
 
@@ -225,10 +225,10 @@ class Work(NamedTuple):
     dry_run_s: Mapping[str, float] = MappingProxyType({})
     """Seconds of the dry run of a script, by part (:mod:`perfguard.capture.stopwatch`)."""
 
-    def predict(self, guard: Guard) -> tuple[Prediction, dict[str, Estimate]]:
+    def predict(self, forecaster: Forecaster) -> tuple[Prediction, dict[str, Estimate]]:
         """Return the prediction that a trial would get, and the peak memory of each phase, largest first."""
-        step = guard.predict(self.graph, steps=self.steps)
-        found = {"a training step": step} | {name: guard.predict(phase) for name, phase in self.phases.items()}
+        step = forecaster.predict(self.graph, steps=self.steps)
+        found = {"a training step": step} | {name: forecaster.predict(phase) for name, phase in self.phases.items()}
         order = sorted(found, key=lambda name: -found[name].peak_memory.median)
         return step.with_memory_of(found[order[0]], phase=order[0]), {name: found[name].peak_memory for name in order}
 

@@ -66,6 +66,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:accepted": 0.5,
         "perfguard:reason": reason,
         "perfguard:predictor": "replay-1",
+        "perfguard:account": '{"memory":[["physics",0.0,0.01,"tensors that live at once"]]}',
         "perfguard:decision_id": pruner.guard.log.records()[0].decision_id,
         "perfguard:guard_s": pruner.guard.log.records()[0].guard_s,
         "perfguard:device_id": pruner.guard.device.id,

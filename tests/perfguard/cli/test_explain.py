@@ -112,6 +112,20 @@ def test_wrong_trial_study_or_file_is_explained(
     assert match in capsys.readouterr().err
 
 
+def test_step_that_cannot_fit_has_the_number_of_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bound decides alone, so the account begins with it; `predict` names it beside its own number."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "explained_large.py").write_text(SCRIPT)
+    words = [f"{tmp_path / 'explained_large.py'}:build", "--set", "width=400_000_000", "--gpu", "t4", "--explain", "--json"]
+    assert main(["check", *words]) == 1
+    memory = json.loads(capsys.readouterr().out)["account"]["memory"]
+    assert [memory[0]["name"], memory[-1]["name"]] == ["physics", "least memory"]
+    assert main(["predict", *words]) == 0
+    assert any("cannot fit: it needs at least" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
 def test_log_that_is_not_there_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "0", "nowhere.db"]) == 2
     assert "There is no file 'nowhere.db'. Give a measurement log, or the storage" in capsys.readouterr().err
