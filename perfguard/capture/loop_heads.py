@@ -13,9 +13,11 @@ by a counter must be the only one. Where a loop has any other end, nothing is sa
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -174,13 +176,20 @@ def _number(node: ast.expr, frame: FrameType) -> float:
     return float(value)
 
 
+def _named(name: str, frame: FrameType) -> Any:
+    known = frame.f_locals
+    value = known.get(name, frame.f_globals.get(name))
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+        known.clear()  # a copy, which would keep the tensors of the loop alive
+    return value
+
+
 def _value(node: ast.expr, frame: FrameType) -> Any:
     """Return what an expression is worth in a frame, without calling anything of the user's."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
-        scope = frame.f_locals if node.id in frame.f_locals else frame.f_globals
-        return scope[node.id]
+        return _named(node.id, frame)
     if isinstance(node, ast.Attribute):
         return getattr(_value(node.value, frame), node.attr)
     if isinstance(node, ast.Subscript):

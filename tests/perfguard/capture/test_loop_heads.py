@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 
@@ -261,3 +262,20 @@ def test_a_gan_makes_a_step_a_round() -> None:
             optimizers[1].step()
 
     assert capture(objective, resolve_device("a100"), most_seconds=0.3).steps == 50_000
+
+
+def test_reading_a_head_keeps_nothing_of_the_loop_alive(step: tuple[LoopHeads, Callable[[], None]]) -> None:
+    heads, make = step
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def loop() -> None:
+        for number in range(args.steps):
+            kept = torch.zeros(number + 1)
+            alive.append(weakref.ref(kept))
+            make()
+            del kept
+            assert alive[-1]() is None
+
+    with pytest.raises(Seen):
+        loop()
+    assert heads.steps(None) == args.steps
