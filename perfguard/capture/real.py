@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from perfguard.capture.trial import cut_step
+from perfguard.capture.recording import cut_step
 from perfguard.graph.op import Op, Phase, StorageKind
 from perfguard.graph.recorder import Recorder, operator_of, tensors_in
 from perfguard.quantities import format_bytes

@@ -9,18 +9,14 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import math
 import sys
 import traceback
 import weakref
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.modules.module as hooks
 from torch import nn
@@ -34,6 +30,7 @@ from perfguard.capture.loops import Generations
 from perfguard.capture.micro_batches import LeftOutError, MicroBatches
 from perfguard.capture.own_updates import OwnUpdates
 from perfguard.capture.ranks import Ranks
+from perfguard.capture.recording import Events, Recording, Span, dtype_of_most_arithmetic, num_later_steps, step_of
 from perfguard.capture.replay import Key, Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.capture.stops import Stops, line_of_user
@@ -42,9 +39,9 @@ from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
 from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
-from perfguard.graph.op import Life, Op, Phase, Storage, StorageKind
+from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.opgraph import OpGraph
-from perfguard.graph.recorder import Recorder, kind_by_lifetime, live_bytes, tensors_in
+from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.selections import GENERATED, GROUPED_PRODUCTS
 from perfguard.graph.trace import DATA_PARALLEL, unmodelled
 from perfguard.pytorch import (
@@ -146,11 +143,25 @@ def watching(
         except _Enough:
             pass
         except Exception as error:
-            if len(watch.marks) < 2 and watch.leaves_out:
+            if len(watch.events.steps) < 2 and watch.leaves_out:
                 raise LeftOutError(f"{type(error).__name__}: {error}") from error
-            if len(watch.marks) < 2 or isinstance(error, TooLargeError):
+            if len(watch.events.steps) < 2 or isinstance(error, TooLargeError):
                 raise
             watch.fail(error)
+
+
+@dataclass(slots=True)
+class _Traits:
+    """What was seen of the models and optimizers, beside their operators."""
+
+    precision: str = "fp32"
+    is_channels_last: bool = False
+    is_compiled: bool = False
+    compiled_parts: list[str] = field(default_factory=list)
+    unmodelled: set[str] = field(default_factory=set)
+    """What the graph does not account for of the optimizers and of DataParallel."""
+    has_engine: bool = False
+    """Whether DeepSpeed trains."""
 
 
 class Watch:
@@ -191,20 +202,9 @@ class Watch:
         self.unseen = ""
         """Why the objective's end was not seen."""
         self._may_be_lost = False
-        self.marks: list[int] = []
-        """Number of operators at the end of each step."""
-        self._copies: list[int] = []
-        """Number of tensors copied to the device, likewise."""
-        self._batches: list[int] = []
-        """Number of batches that models have read, likewise."""
-        self._stages: list[tuple[int, int, int | None]] = []
-        """A step of each earlier optimizer."""
-        self._forwards: list[tuple[int, bool]] = []
-        """Number of operators where a model began to compute, and whether it did so without gradients."""
+        self.events = Events()
         self._largest_input = 0
         """Elements of the largest input of a model so far."""
-        self._clean_from: list[int] = []
-        """Numbers of operators, after the first steps, where there was no garbage."""
         self._num_changes = 0
         """Forward passes, in a loop that is replayed, which nothing before was like."""
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -216,19 +216,9 @@ class Watch:
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
         self._depth = 0
-        self._precision = "fp32"
-        self._channels_last = False
-        self._compiled = False
-        self._unmodelled: set[str] = set()
-        """What the graph does not account for of the optimizers and of DataParallel."""
-        self._has_engine = False
-        """Whether DeepSpeed trains."""
+        self._traits = _Traits()
         self._open_steps: list[tuple[FrameType, torch.optim.Optimizer]] = []
         """Optimizers that step, and where. One may call its base class, or an optimizer within it."""
-        self._parts: list[str] = []
-        self._lives: list[Life] = []
-        """What was recorded of each storage, and what loops that were cut short would hold besides."""
-        self._held: Mapping[int, tuple[StorageKind, str]] = {}
 
     def enter(self, stack: ExitStack) -> None:
         """Register what follows the objective, and enter the modes."""
@@ -281,7 +271,7 @@ class Watch:
             self._depth += 1
         kind = self._device.kind
         if torch.is_autocast_enabled(kind) and torch.is_grad_enabled():
-            self._precision = f"amp-{_HALF.get(torch.get_autocast_dtype(kind), 'bf16')}"
+            self._traits.precision = f"amp-{_HALF.get(torch.get_autocast_dtype(kind), 'bf16')}"
         if self._depth == 1:
             self._begin_forward(module, args)
 
@@ -298,33 +288,34 @@ class Watch:
             if self._micro_batches.are_many:
                 self._replay.follow_calls()
         self._look_for_more(evaluates, sum(tensor.numel() for tensor in tensors_in(args)))
-        self._forwards.append((len(self._recorder.ops), evaluates))
+        self.events.forwards.append((len(self._recorder.ops), evaluates))
         self.loaders.begin_forward(is_first=not self._roots, evaluates=evaluates)
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
-            self._has_engine = bool(engines_in(self._roots.values()))
-            self._compiled |= is_compiled(module)
-            self._parts += compiled_parts(module)
-            self._unmodelled |= {DATA_PARALLEL} if has_data_parallel(module) else set()
+            self._traits.has_engine = bool(engines_in(self._roots.values()))
+            self._traits.is_compiled |= is_compiled(module)
+            self._traits.compiled_parts += compiled_parts(module)
+            self._traits.unmodelled |= {DATA_PARALLEL} if has_data_parallel(module) else set()
         images = [tensor for tensor in tensors_in(args) if tensor.dim() == 4]
         last = torch.channels_last
-        self._channels_last |= any(x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in images)
+        self._traits.is_channels_last |= any(x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in images)
 
     def _look_for_more(self, evaluates: bool, size: int, *, most_evaluations: int = 3) -> None:
         """Collect garbage where an evaluation begins, or a step of a larger input: more may be alive there than before."""
-        was_training = bool(self._forwards) and not self._forwards[-1][1]
+        events = self.events
+        was_training = bool(events.forwards) and not events.forwards[-1][1]
         is_larger = size > 1.25 * self._largest_input
-        if len(self.marks) >= 5 and (is_larger or (evaluates and was_training and len(self._clean_from) < most_evaluations)):
+        if len(events.steps) >= 5 and (is_larger or (evaluates and was_training and len(events.clean) < most_evaluations)):
             gc.collect()
-            self._clean_from.append(len(self._recorder.ops))
-        if is_larger or len(self.marks) < 5:
+            events.clean.append(len(self._recorder.ops))
+        if is_larger or len(events.steps) < 5:
             self._largest_input = max(self._largest_input, size)
 
     def _look_at_change(self, *, most: int = 16) -> None:
         """Collect garbage where a replayed loop has changed: a model has another layer, trains more of them, or computes more."""
         if self._num_changes < most:  # a model may count its own steps, and each is a change then
             gc.collect()
-            self._clean_from.append(len(self._recorder.ops))
+            self.events.clean.append(len(self._recorder.ops))
             self._num_changes += 1
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -357,7 +348,7 @@ class Watch:
                     self._look_at_change()
                 return self._replay.run(key, module, lambda: own(module, *args, **kwargs))
             self._look_for_more(evaluates, 0)
-            self._forwards.append((len(self._recorder.ops), evaluates))
+            self.events.forwards.append((len(self._recorder.ops), evaluates))
             self.loaders.begin_forward(is_first=False, evaluates=evaluates)
             return found[0]
 
@@ -404,7 +395,7 @@ class Watch:
             self._end_replay()
             own(optimizer, *args, **kwargs)
             self._number(optimizer)
-            if self.marks and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
+            if self.events.steps and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
                 self._forget_models(only_dead=True)
 
         return __init__
@@ -433,11 +424,11 @@ class Watch:
         if self._replay.skips:
             return None
         if self.host.use.has_offloaded([group["params"] for group in optimizer.param_groups]):
-            self._unmodelled.add(HOST_OPTIMIZER)
+            self._traits.unmodelled.add(HOST_OPTIMIZER)
         for parameter, state in optimizer.state.items():
             is_on_host = isinstance(parameter, torch.Tensor) and not parameter.is_meta
-            if is_on_host and self._has_engine:
-                self._unmodelled.add(HOST_OPTIMIZER)
+            if is_on_host and self._traits.has_engine:
+                self._traits.unmodelled.add(HOST_OPTIMIZER)
             for value in () if is_on_host else state.values():
                 if isinstance(value, torch.Tensor) and value.dim() and not value.is_meta:
                     replace_by_meta(value)
@@ -457,9 +448,9 @@ class Watch:
 
     def _begin_update(self, optimizer: Any) -> None:
         is_seen = self._replay.is_on or self._micro_batches.end_step()
-        if not is_seen and len(self.marks) < 5:  # later ones are not judged
+        if not is_seen and len(self.events.steps) < 5:  # later ones are not judged
             self._fail_unseen("a step has fewer micro-batches than the one before")
-        if len(self.marks) >= 2:
+        if len(self.events.steps) >= 2:
             self._replay.note_gradients(optimizer)
         self._recorder.mark_gradients(self._named_parameters())
         self._recorder.phase = Phase.OPTIMIZER
@@ -474,8 +465,8 @@ class Watch:
             if optimizer is not self._open_steps[-1][1]:
                 self._numbers.pop(optimizer, None)  # nobody waits for its steps
             return
-        if self._has_engine and self._is_same_step():
-            self.marks[-1] = len(self._recorder.ops)
+        if self._traits.has_engine and self._is_same_step():
+            self.events.steps[-1] = len(self._recorder.ops)
             return
         self._end_step(self._number(optimizer), self._reached())
 
@@ -502,23 +493,24 @@ class Watch:
         self._stepped[number] = self._stepped.get(number, 0) + 1
         if list(self._stepped)[-1] != number:  # a step ends with the optimizer that begins last
             return
-        if len(self.marks) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
+        events = self.events
+        if len(events.steps) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
             gc.collect()
-        if len(self.marks) < 3:
+        if len(events.steps) < 3:
             self._stops.note_step()
             self._loop_heads.note_step()
-        self.marks.append(reached.num_ops)
-        if len(self.marks) >= 2:
+        events.steps.append(reached.num_ops)
+        if len(events.steps) >= 2:
             self._replay.follow_calls()
-        self._copies.append(reached.num_copies)
-        self._batches.append(reached.num_batches)
+        events.copies.append(reached.num_copies)
+        events.batches.append(reached.num_batches)
         not_stepped = set(self._numbers.values()) - self._stepped.keys()
         self.loaders.must_spare = bool(not_stepped) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         self.loaders.end_step(self._stepped[number])
         self._replay.end_step()
         if self.loaders.must_spare:
             return
-        if len(self.marks) >= 3:
+        if len(events.steps) >= 3:
             self._allowance = self._allowance or Allowance(self._most_seconds)
         is_fed = self.loaders.feed_steps or self.loaders.may_spare
         if not self._replay.is_on and (not is_fed or self._num_later_steps >= 3):
@@ -533,13 +525,14 @@ class Watch:
 
     def _begin_replay_or_end(self, *, is_fed: bool) -> None:
         """Replay the loop, if it can be, once its first steps were seen. One that no loader feeds ends otherwise."""
+        num_steps = len(self.events.steps)
         can_replay = (is_fed or self.loaders.spares) and self._can_replay()
-        if can_replay and len(self.marks) >= (5 if is_fed else 3):
+        if can_replay and num_steps >= (5 if is_fed else 3):
             self._allowance = Allowance(self._most_seconds)
             self.loaders.is_replayed = True
             self._stopwatch.enter("counting")
             self._replay.begin(optimizer for optimizer, number in self._numbers.items() if number in self._stepped)
-        elif not can_replay and not is_fed and len(self.marks) >= 3 + self._makes_buckets_anew:  # which looks through all models
+        elif not can_replay and not is_fed and num_steps >= 3 + self._makes_buckets_anew:  # which looks through all models
             self._end(_NO_LOADER)
 
     def _end_replay(self) -> None:
@@ -550,7 +543,7 @@ class Watch:
 
     def _can_replay(self) -> bool:
         """Whether a loop without its model makes the steps that it makes with it."""
-        if not self._replays or self._ranks.are_many or self._has_engine or self._stages or self._compiled:
+        if not self._replays or self._ranks.are_many or self._traits.has_engine or self.events.stages or self._traits.is_compiled:
             return False
         if _NO_OPTIMIZER in self._stepped:
             return False
@@ -561,13 +554,13 @@ class Watch:
         self._recorder.phase = None
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
-        if self._has_engine:  # whose master weights are not the model's parameters
+        if self._traits.has_engine:  # whose master weights are not the model's parameters
             state += [("", p) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         if any(hasattr(value, "is_paged") for _, value in state):
-            self._unmodelled.add(PAGED_STATES)
+            self._traits.unmodelled.add(PAGED_STATES)
         if isinstance(optimizer, torch.optim.LBFGS):
-            self._unmodelled.add(LBFGS)
+            self._traits.unmodelled.add(LBFGS)
 
     @property
     def _makes_buckets_anew(self) -> bool:
@@ -576,13 +569,13 @@ class Watch:
 
     def _is_same_step(self) -> bool:
         """Whether DeepSpeed steps another group of parameters: no backward pass has run since the last."""
-        return bool(self.marks) and all(op.phase is not Phase.BACKWARD for op in self._recorder.ops[self.marks[-1] :])
+        steps, ops = self.events.steps, self._recorder.ops
+        return bool(steps) and all(op.phase is not Phase.BACKWARD for op in ops[steps[-1] :])
 
     @property
     def _num_later_steps(self) -> int:
         """Steps after the first epoch."""
-        begin = self.loaders.first_ended_at
-        return 0 if begin is None else sum(mark > begin for mark in self.marks)
+        return num_later_steps(self.events.steps, self.loaders.first_ended_at)
 
     def _forget_models(self, *, only_dead: bool = False) -> None:
         """Let go of the models so far. Those that have had their time must not be kept alive."""
@@ -596,11 +589,11 @@ class Watch:
 
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
-        if len(self.marks) > 1 and not self.loaders.must_spare:
-            self._stages.append(self._step(0))
+        if len(self.events.steps) > 1 and not self.loaders.must_spare:
+            self.events.stages.append(step_of(self.events.steps, 0))
         if self._stepped:
             self._forget_models()
-        self.marks, self._copies, self._batches = [], [], []
+        self.events.steps, self.events.copies, self.events.batches = [], [], []
         self._loop_heads = LoopHeads()
         self.loaders.begin_anew()
 
@@ -616,48 +609,43 @@ class Watch:
         Raises:
             CaptureError: if there was no step.
         """
-        if self.marks and not self._recorder.ops:
+        events = self.events
+        if events.steps and not self._recorder.ops:
             raise CaptureError("Nothing of a step was seen on the device. Describe what the objective runs: build=...")
-        if not self.marks:
+        if not events.steps:
             learns = any(op.phase is Phase.BACKWARD for op in self._recorder.ops)
             why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 0`, is left out." if learns else ""
             raise CaptureError(f"The objective made no step of a torch optimizer.{why} Describe what it runs: build=...")
         self._stopwatch.enter("graphs")
-        self._held = self._lasting()
-        self._lives = self._recorder.lives()
-        kept = [loop.missing(self._recorder.ops, self._lives, self.marks[:5][-1]) for loop in self.loaders.loops]
-        if any(loop.trains and found for loop, found in zip(self.loaders.loops, kept, strict=True)):
-            self._unmodelled.add(KEPT)
-        kept += [loop.missing(self._recorder.ops, self._lives, 0) for loop in self.generations.loops]
-        self._lives += itertools.chain(*kept)
-        phases = {f"a step of stage {1 + at}": self._graph("train", *stage) for at, stage in enumerate(self._stages)}
-        number = 1 if self._makes_buckets_anew and len(self.marks) > 3 else 0
-        candidates = range(number, min(number + 2, len(self.marks) - 1))
-        number = min(candidates, key=self._is_unusual, default=number)
-        begin, end, after = self._step(number)
-        judged = [(begin, end)]
-        copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
-        training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
-        if evaluation := self._evaluation():
-            phases["the evaluation"] = self._graph("infer", *evaluation)
+        recording = self._recording()
+        phases = {f"a step of stage {1 + at}": self._graph(recording, "train", span) for at, span in enumerate(events.stages)}
+        number = recording.usual_step(1 if self._makes_buckets_anew and len(events.steps) > 3 else 0)
+        judged = [recording.step(number)]
+        copies = events.copies[1] - events.copies[0] if len(events.copies) > 1 else events.copies[0]
+        on_device = not copies and self._device.kind == "cuda"
+        training = self._graph(recording, "train", judged[0], on_device=on_device)
+        if evaluation := recording.evaluation:
+            phases["the evaluation"] = self._graph(recording, "infer", evaluation)
             judged.append(evaluation)
-        if self.loaders.longest and len(self.marks) > 3:  # a trainer that fetches ahead runs it one step later
-            spans = [*zip(self.marks[2:4], self.marks[3:5], strict=False)]
-            steps_after = [self._graph("train", begin, end) for begin, end in spans]
-            phases[self.loaders.longest] = max(steps_after, key=lambda graph: graph.peak_live_bytes)
+        if self.loaders.longest and len(events.steps) > 3:  # a trainer that fetches ahead runs it one step later
+            spans = [Span(*ends) for ends in zip(events.steps[2:4], events.steps[3:5], strict=False)]
+            after_third = [self._graph(recording, "train", span) for span in spans]
+            phases[self.loaders.longest] = max(after_third, key=lambda graph: graph.peak_live_bytes)
             judged += spans
-        phases |= self._largest_beside(judged)
+        if beside := recording.largest_beside(judged):
+            name, mode, span = beside
+            phases[name] = self._graph(recording, mode, span)
         stop = self._stops.where()
         unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
-        per_epoch, steps = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
-        if steps is None and not stop and not self._stages:
-            steps = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
+        per_epoch, in_all = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
+        if in_all is None and not stop and not events.stages:
+            in_all = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()
-        was_whole = len(self.marks) > 1 or not self.leaves_out  # the last micro-batch of the first step is not
+        was_whole = len(events.steps) > 1 or not self.leaves_out  # the last micro-batch of the first step is not
         may_be_lost = (self._may_be_lost and not stop) or not was_whole
         found = CapturedTrial(
-            training, phases, per_epoch, steps, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
+            training, phases, per_epoch, in_all, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
         )
         return replace(found, seconds=self._stopwatch.seconds)
 
@@ -673,68 +661,11 @@ class Watch:
 
     def _samples_and_tokens(self, number: int) -> tuple[int | None, int | None]:
         """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""
-        ends = [0, *self._batches] if len(self._batches) < 2 else self._batches
+        ends = [0, *self.events.batches] if len(self.events.batches) < 2 else self.events.batches
         read = self.host.batches[ends[number] : ends[number + 1]]
         read_samples, tokens = sum(samples for samples, _ in read), sum(tokens for _, tokens in read)
         samples = self.loaders.samples_per_step or read_samples
         return samples or None, (samples * tokens // read_samples or None) if read_samples else None
-
-    def _largest_beside(self, judged: Sequence[tuple[int, int]], *, share: float = 0.01) -> Mapping[str, OpGraph]:
-        """Return what runs where more is alive than in all that is ``judged``, by a ``share`` at least. Empty: nothing does.
-
-        What comes before the first forward pass does not count: the host may have made it. Nor do steps after which no garbage is
-        collected: of the first epoch, all but five, and after it, all but three. Evaluations and larger inputs do.
-        """
-        ops, marks = self._recorder.ops, self.marks
-        live, counts, is_judged = live_bytes(self._lives, len(ops)), np.zeros(len(ops), np.bool_), np.zeros(len(ops), np.bool_)
-        counts[marks[0] if self._stages else self._first_forward() : marks[:5][-1]] = True
-        counts[self._end_of_first_epoch() : marks[: len(marks) - self._num_later_steps + 3][-1]] = True
-        for at in self._clean_from:
-            counts[at : next((mark for mark in marks if mark > at), len(ops))] = True
-        counts[marks[-1] : min([len(ops), *(at for at in self.host.left_at if at >= marks[-1])])] = True
-        for begin, end in judged:
-            is_judged[begin:end] = True
-        live_beside = np.where(counts & ~is_judged, live, 0.0)
-        if live_beside.max(initial=0.0) <= (1 + share) * live[is_judged].max(initial=0.0):
-            return {}
-        at = int(live_beside.argmax())
-        forward, evaluates = max((seen for seen in self._forwards if seen[0] <= at), default=(0, False))
-        step = bisect_right(marks, at)
-        begin, end = marks[step - 1] if step else self._first_forward(), marks[step] if step < len(marks) else len(ops)
-        if evaluates and all(op.phase is Phase.FORWARD for op in ops[forward : at + 1]):
-            trains = (where for where, evaluates in self._forwards if where > at and not evaluates)
-            return {"an evaluation": self._graph("infer", begin, min(end, next(trains, end)))}
-        if step and forward < begin:
-            return {"work between two steps, such as a checkpoint": self._graph("infer", begin, end)}
-        return {"a later step" if step else "the first step": self._graph("train", begin, end)}
-
-    def _step(self, number: int) -> tuple[int, int, int | None]:
-        """Where a step begins and ends, and where the next one ends, which frees what the loop keeps of it."""
-        marks = self.marks
-        if len(marks) < 2:
-            return self._first_forward(), marks[0], None
-        return marks[number], marks[number + 1], marks[number + 2] if len(marks) > number + 2 else None
-
-    def _is_unusual(self, number: int) -> tuple[bool, bool]:
-        """Whether a step has an evaluation, and whether the next one is another: an average of weights begins with a copy."""
-        begin, end = self.marks[number : number + 2]
-        evaluates = any(evaluates and begin <= at < end for at, evaluates in self._forwards)
-        lengths = [end - begin for begin, end in itertools.pairwise(self.marks[number : number + 3])]
-        return evaluates, len(set(lengths)) != 1 or len(lengths) < 2
-
-    def _evaluation(self) -> tuple[int, int] | None:
-        """First and last operator of what was computed between the last step of the first epoch and the second epoch."""
-        ops, at, begin = self._recorder.ops, self.loaders.first_ended_at, self._end_of_first_epoch()
-        end = len(ops) if at is None else at
-        return (begin, end) if any(op.module for op in ops[begin:end]) else None
-
-    def _end_of_first_epoch(self) -> int:
-        ops = self._recorder.ops[: self.loaders.first_ended_at]
-        return 1 + max((index for index, op in enumerate(ops) if op.phase is not Phase.FORWARD), default=-1)
-
-    def _first_forward(self) -> int:
-        found = (index for index, op in enumerate(self._recorder.ops) if op.module and op.phase is Phase.FORWARD)
-        return next(found, 0)
 
     def _lasting(self) -> Mapping[int, tuple[StorageKind, str]]:
         """Kind and name of what models hold, by the index of the storage, in the order of a described workload."""
@@ -749,16 +680,28 @@ class Watch:
                         found.setdefault(self._recorder.index_of(tensor), (kind, name))
         return found
 
-    def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:
-        ops, storages = cut_step(self._recorder.ops, self._lives, self._held, begin, end, after)
-        precision = self._precision
+    def _recording(self) -> Recording:
+        """What was recorded, with what loops that were cut short would hold besides."""
+        lasting = self._lasting()
+        ops, lives = self._recorder.ops, self._recorder.lives()
+        looked_until = self.events.steps[:5][-1]
+        kept = [loop.missing(ops, lives, looked_until) for loop in self.loaders.loops]
+        if any(loop.trains and found for loop, found in zip(self.loaders.loops, kept, strict=True)):
+            self._traits.unmodelled.add(KEPT)
+        kept += [loop.missing(ops, lives, 0) for loop in self.generations.loops]
+        lives += itertools.chain(*kept)
+        return Recording(ops, lives, lasting, self.events, self.host.left_at, self.loaders.first_ended_at)
+
+    def _graph(self, recording: Recording, mode: Mode, span: Span, *, on_device: bool = False) -> OpGraph:
+        ops, storages = recording.cut(span)
+        precision = self._traits.precision
         if precision == "fp32":  # adapters, norms and the head may be in it, beside a model in half precision or quantized
-            precision = _precision_of(ops)
+            precision = _HALF.get(getattr(torch, dtype_of_most_arithmetic(ops) or "float32", torch.float32), "fp32")
         options = tuple(
             name
             for name, is_on in (
                 ("cudnn_benchmark", torch.backends.cudnn.benchmark),
-                ("compiled", self._compiled),
+                ("compiled", self._traits.is_compiled),
                 ("batch-on-device", on_device),
             )
             if is_on
@@ -768,80 +711,20 @@ class Watch:
             storages=storages,
             mode=mode,
             precision=precision,
-            layout="nhwc" if self._channels_last else "nchw",
+            layout="nhwc" if self._traits.is_channels_last else "nchw",
             options=options + self._ranks.options(self._roots.values()) + tf32_options(precision, tf32_switches()),
             unmodelled=(
                 *unmodelled(
                     target_of(self._device),
                     {op.name for op in ops},
                     precision=precision,
-                    compiled=self._compiled,
-                    compiled_parts=self._parts,
+                    compiled=self._traits.is_compiled,
+                    compiled_parts=self._traits.compiled_parts,
                 ),
                 *self._ranks.unmodelled(self._roots.values()),
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
-                *((GENERATED,) if mode == "train" and self.generations.are_cut(begin, end) else ()),
-                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT, DATA_PARALLEL) if text in self._unmodelled),
+                *((GENERATED,) if mode == "train" and self.generations.are_cut(span.begin, span.end) else ()),
+                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT, DATA_PARALLEL) if text in self._traits.unmodelled),
             ),
         )
-
-
-def _precision_of(ops: Sequence[Op]) -> str:
-    """The precision of most of the arithmetic."""
-    flops: Counter[str] = Counter()
-    for op in ops:
-        flops[op.dtype] += op.flops
-    most = max(flops, key=lambda dtype: flops[dtype], default="")
-    return _HALF.get(getattr(torch, most, torch.float32), "fp32")
-
-
-def cut_step(
-    ops: list[Op], lives: list[Life], lasting: Mapping[int, tuple[StorageKind, str]], begin: int, end: int, after: int | None
-) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
-    """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.
-
-    What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at
-    ``after``. None: what is cut out is no step of a loop, and has before it what came before.
-    """
-    number = end - begin
-    window = ops[begin:end]
-    rows: list[tuple[tuple[int, int], int, Storage]] = []
-    place = {index: rank for rank, index in enumerate(lasting)}
-    alias: dict[int, int] = {}
-    latest: dict[tuple[str, int], tuple[int, float]] = {}
-    order = {StorageKind.INPUT: 1, StorageKind.OPTIMIZER_STATE: 2, StorageKind.BUFFER: 3, StorageKind.GRADIENT: 4}
-    for index, life in enumerate(lives):
-        kind, name = lasting.get(index, (life.kind, life.name))
-        birth, death = life.birth - begin, math.inf if life.death is None else life.death - begin
-        if death < birth:  # a batch that was copied in a replayed part of the loop, and that no operator has read
-            continue
-        if index in place and birth <= 0:  # one that is assigned later, as by `parameter.data = ...`, is not there before
-            rows.append(((0, place[index]), index, Storage(life.num_bytes, lasting[index][0], -1, number, name)))
-        elif birth >= number or death < 0 or (birth < 0 and death < number and after is not None):
-            continue
-        elif kind is StorageKind.INPUT and (birth >= 0 or death >= number):
-            same, until = latest.get((name, life.num_bytes), (index, -1))
-            latest[name, life.num_bytes] = same, death
-            if same != index and until < birth:  # the next micro-batch takes the place of the last
-                alias[index] = same
-                continue
-            rows.append(((1, index), index, Storage(life.num_bytes, kind, -1, number - 1, name)))
-        elif birth < 0:  # it outlives steps, or was left behind by what came before
-            kind = StorageKind.TEMPORARY if death < number else StorageKind.BUFFER if kind is None else kind
-            storage = Storage(life.num_bytes, kind, -1, int(min(death, number)), path_inside(name))
-            rows.append(((order.get(kind, 5), index), index, storage))
-        else:
-            final = int(death) if death < number else number
-            if after is not None and life.death is not None and number <= death < after - begin:
-                final = number + 1 + min(life.death - end, number - 1)  # in the next step
-            kind = kind_by_lifetime(life.birth_phase, None if final == number else final, window) if kind is None else kind
-            rows.append(((6, index), index, Storage(life.num_bytes, kind, birth, final, path_inside(name))))
-    rows.sort(key=lambda row: row[0])
-    new = {index: position for position, (_, index, _) in enumerate(rows)}
-    new |= {index: new[same] for index, same in alias.items()}
-    renumbered = tuple(
-        op._replace(inputs=tuple(new[i] for i in op.inputs if i in new), outputs=tuple(new[i] for i in op.outputs if i in new))
-        for op in window
-    )
-    return renumbered, tuple(storage for _, _, storage in rows)
