@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,8 @@ def _play(trainable: Any, config: dict[str, Any], facts: Facts, ask: Ask) -> Non
     trial = trainable(config)
     if inspect.isclass(trainable):
         play_steps(trial.step)
+    elif inspect.isgenerator(trial):  # it runs as its results are asked for
+        collections.deque(trial, maxlen=0)
 
 
 def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[GuardSettings]) -> Any:
@@ -179,14 +182,26 @@ def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[Guard
     guard = Guard(gpu, **settings)
     ledger = make_ledger(TrainableBuild(trainable, guard.device, network=guard.dry_run_network), guard, "auto", None, {})
 
+    given: Any = measured(trainable) if isinstance(trainable, type) else _measuring(trainable)
+    given.perfguard = InThisProcess(ledger)
+    _let_tuner_wire()
+    return given
+
+
+def _measuring(trainable: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Return a training function that is measured. Tune reads the results of one that yields them, and knows it by its kind."""
+
+    @functools.wraps(trainable)
     def measuring(config: dict[str, Any]) -> Any:
         with measure():
             return trainable(config)
 
-    given: Any = measured(trainable) if isinstance(trainable, type) else functools.wraps(trainable)(measuring)
-    given.perfguard = InThisProcess(ledger)
-    _let_tuner_wire()
-    return given
+    @functools.wraps(trainable)
+    def measuring_each(config: dict[str, Any]) -> Iterator[Any]:
+        with measure():
+            yield from trainable(config)
+
+    return measuring_each if inspect.isgeneratorfunction(trainable) else measuring
 
 
 @functools.cache

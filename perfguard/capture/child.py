@@ -104,12 +104,29 @@ def fork(*, keeps_autograd: bool) -> int:
         python.PyOS_BeforeFork()
         process = int(hidden())
         (python.PyOS_AfterFork_Parent if process else python.PyOS_AfterFork_Child)()
-    if not process:
-        with suppress(ImportError):  # the threads of OpenBLAS, which has not learnt of it either
-            from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-            threadpool_limits(1)
+    if not process:  # OpenBLAS has not learnt of it, either
+        _limit_threads_of_libraries()
     return process
+
+
+def compute_alone() -> None:
+    """Let this process, which is thrown away, compute in one thread, whatever its code asks for.
+
+    The threads of the process before have not come along, and OpenMP would wait for them.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda number: None
+    torch.set_num_interop_threads = lambda number: None
+    _limit_threads_of_libraries()
+
+
+def _limit_threads_of_libraries() -> None:
+    with suppress(ImportError):
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+        threadpool_limits(1)
 
 
 def silence_output() -> None:

@@ -100,8 +100,11 @@ def pretend_cuda(replace: Replace, device: Device) -> None:
         replace(torch.cuda.nvtx, name, answering(0))
     replace(torch.autograd.profiler.emit_nvtx, "__enter__", lambda _: lambda self: self)
     replace(torch.autograd.profiler.emit_nvtx, "__exit__", answering(None))
-    for name in ("Event", "Stream"):
+    for name in ("Event", "Stream", "CUDAGraph"):
         replace(torch.cuda, name, lambda _: _Nothing)
+    replace(torch.cuda, "graph", lambda _: lambda *_, **__: nullcontext())  # what is captured runs once, as at its capture
+    replace(torch.cuda, "make_graphed_callables", lambda _: lambda callables, *_, **__: callables)
+    replace(torch.cuda, "graph_pool_handle", answering((0, 0)))
     current = _Nothing()
     for module in (torch.cuda, torch.accelerator):
         for name in ("current_stream", "default_stream"):

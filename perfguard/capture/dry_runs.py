@@ -38,6 +38,7 @@ from perfguard.capture.child import (
     await_child,
     can_fork,
     child_sealed,
+    compute_alone,
     dry_run,
     end_orphans,
     fork,
@@ -337,12 +338,10 @@ def _serve(
         os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees
         silence_output()
         import safetensors.torch  # noqa: F401 - the children find it imported, and the next one
-        import torch
-        import torch._dynamo
 
         import perfguard.capture.trial  # noqa: F401
 
-        torch.set_num_threads(1)  # the threads of the process before have not come along
+        compute_alone()
         gc.freeze()
         adopt_orphans()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

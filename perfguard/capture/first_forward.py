@@ -36,6 +36,7 @@ from perfguard.capture.child import (
     autograd_refuses_forks,
     await_child,
     child_sealed,
+    compute_alone,
     fork,
     kill_tree,
     limit_stalls,
@@ -238,7 +239,7 @@ class FirstForward:
         try:
             with suppress(OSError):
                 linux.prctl(linux.DIE_WITH_PARENT, signal.SIGKILL)
-            torch.set_num_threads(1)  # the threads of the process before have not come along
+            compute_alone()
             # The step of an optimizer goes through its hooks, which must stay as they are until it is through.
             _optimizer._global_optimizer_pre_hooks = _optimizer._global_optimizer_pre_hooks.copy()
             self._watch = self._stage.enter_context(watching(self._device))

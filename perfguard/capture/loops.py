@@ -14,6 +14,7 @@ Training is judged by one of its first steps. There, what the loop will have kep
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -27,7 +28,9 @@ import torch
 
 from perfguard.graph.libraries import Replace
 from perfguard.graph.op import Life, Op, Phase
-from perfguard.graph.recorder import live_bytes
+from perfguard.graph.recorder import live_bytes, tensors_in
+from perfguard.graph.shape_rules import is_meta
+from perfguard.pytorch import objects_of
 
 ITERATIONS = 4
 """Enough to see what an iteration adds: the first may make what lasts, and whoever fetches ahead begins one later."""
@@ -79,6 +82,13 @@ class CutLoop:
             Life(at_last_step, None, self.begins_at[0], max(min(looked_until, ended) - 1, 0), name, Phase.FORWARD),
             Life(num_bytes, None, ended, until, name, Phase.FORWARD),
         ]
+
+
+def room_in_buffers() -> float:
+    """Return how many more tensors of the device fit into what is bounded, a `deque(maxlen=50)`. Infinity: nothing is."""
+    bounded = (each for each in objects_of(collections.deque) if each.maxlen is not None and each)
+    rooms = [each.maxlen - len(each) for each in bounded if any(map(is_meta, tensors_in(each[-1])))]
+    return min(rooms, default=math.inf)
 
 
 def _last_death(indices: Iterable[int], lives: Sequence[Life]) -> float:

@@ -3,11 +3,10 @@
     `x.device`, `x.is_cuda`, `x.is_cpu`    the guarded device
     `x.get_device()`                       its number
     `x.type()`                             its legacy type, such as "torch.cuda.FloatTensor"
-    `x.is_meta`                            False, but to PyTorch and this package
 
 The legacy types themselves, such as `torch.cuda.FloatTensor`, make tensors on the device, and are what `isinstance` finds.
-A tensor that the user's code makes on "meta" by name says so. So does each that is asked within an operator of PyTorch, as by a
-hook of `saved_tensors_hooks`.
+`x.is_meta` is what it is, so that code can tell a dry run (docs/tracing.md). A tensor that the user makes on "meta" by name
+says so. So does each that is asked within an operator of PyTorch, as by a hook of `saved_tensors_hooks`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 
 from perfguard.graph.libraries import Replace
 
-Answer = Callable[[torch.Tensor, str], object]
-"""``answer(tensor, module)`` is what ``tensor`` says to code of a ``module``."""
+Answer = Callable[[torch.Tensor], object]
 
 
 def answers_of(place: torch.device) -> Mapping[Any, Answer]:
@@ -30,18 +28,13 @@ def answers_of(place: torch.device) -> Mapping[Any, Answer]:
     is_cpu = place.type == "cpu"
     number = -1 if is_cpu else 0
     return {
-        torch.Tensor.device: lambda *_: place,
-        torch.Tensor.is_cuda: lambda *_: not is_cpu,
-        torch.Tensor.is_cpu: lambda *_: is_cpu,
-        torch.Tensor.is_meta: lambda _, module: module.startswith(_TOLD_OF_META),
-        torch.Tensor.get_device: lambda *_: number,
-        torch.get_device: lambda *_: number,
-        torch.Tensor.type: lambda tensor, _: legacy_type(tensor.dtype, is_cpu=is_cpu),
+        torch.Tensor.device: lambda _: place,
+        torch.Tensor.is_cuda: lambda _: not is_cpu,
+        torch.Tensor.is_cpu: lambda _: is_cpu,
+        torch.Tensor.get_device: lambda _: number,
+        torch.get_device: lambda _: number,
+        torch.Tensor.type: lambda tensor: legacy_type(tensor.dtype, is_cpu=is_cpu),
     }
-
-
-_TOLD_OF_META = ("perfguard", "torch.")
-"""Packages that ask whether a tensor has data."""
 
 
 def asked_by(func: Any) -> Any:

@@ -349,7 +349,7 @@ class Placement(TorchFunctionMode):
     ) -> Any:
         answer = self._answers.get(asked_by(func))
         if answer is not None and len(args) == 1 and args[0].is_meta and not self._recorder.is_forgotten(args[0]):
-            return answer(args[0], sys._getframe(1).f_globals.get("__name__", ""))
+            return answer(args[0])
         if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
             return func(*args) if func.__name__ != "__set__" else self._set(func, *args)
         kwargs = dict(kwargs or {})

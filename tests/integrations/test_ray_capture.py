@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,15 @@ def train_as_named(config: dict[str, Any]) -> None:
     asked = str(context.get_trial_id()), str(context.get_trial_name()), context.get_trial_resources()
     is_real = len(asked[0]) >= 8 and asked[1] == f"train_as_named_{asked[0]}" and (not config["has_resources"] or asked[2])
     train(config | {"width": config["width"] if is_real else LARGE})
+
+
+def train_and_yield(config: dict[str, Any]) -> Iterator[dict[str, float]]:
+    model = nn.Linear(64, config["width"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(32, 64)).mean().backward()
+        optimizer.step()
+        yield {"loss": 1 / config["width"]}
 
 
 class Train(tune.Trainable):
@@ -377,6 +386,14 @@ def test_only_values_that_change_the_step_are_dry_run_again(tmp_path: Path) -> N
     build = TrainableBuild(train_share, BARE_A100)
     half, whole = build({"net": {"share": 0.5}}), build({"net": {"share": 1.0}})
     assert whole.graph.content_hash != half.graph.content_hash
+
+
+def test_a_function_that_yields_its_results_is_dry_run_and_measured(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train_and_yield, **OPTIONS | {"gpu": "cpu"})
+    with pytest.warns(NothingFeasibleWarning, match="1 of 2 points"):
+        results = fit(guarded, tmp_path, {"width": tune.grid_search([SMALL, LARGE])})
+    found = [(result.config["width"], result.metrics["loss"], result.metrics["perfguard/num_steps"]) for result in results]
+    assert found == [(SMALL, 1 / SMALL, 3)]
 
 
 def test_a_class_is_dry_run_and_measured(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +64,23 @@ def test_what_a_build_lacks_is_lacking_again_after_a_dry_run() -> None:
     assert (hasattr(torch._C, "_cuda_getCurrentRawStream"), torch.version.cuda, torch.backends.cudnn.version()) == before
     with pytest.raises(AttributeError, match="no attribute '_no_such_function'"):
         _ = torch._C._no_such_function  # type: ignore[attr-defined]
+
+
+def test_graphs_of_cuda_run_what_they_capture() -> None:
+    def objective(graphed: bool) -> None:
+        model: Any = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(16, 64, device="cuda")
+        if graphed:
+            model = torch.cuda.make_graphed_callables(model, (x,))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()), torch.no_grad():
+                model(x)
+            graph.replay()
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    graphed, plain = (capture(partial(objective, is_graphed), A100).graph for is_graphed in (True, False))
+    assert graphed.ops == plain.ops

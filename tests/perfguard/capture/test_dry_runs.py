@@ -278,6 +278,18 @@ def test_a_loader_of_before_keeps_its_workers(dry: Callable[..., DryRuns]) -> No
     running.clear()
 
 
+def test_an_objective_that_asks_for_threads_computes_in_one(dry: Callable[..., DryRuns]) -> None:
+    """OpenMP waits for the threads of the process before the fork, which are not there."""
+
+    def objective(ask: Ask) -> None:
+        torch.set_num_threads(4)
+        torch.set_num_interop_threads(4)
+        assert torch.get_num_threads() == 1
+        train()
+
+    assert dry(objective).capture(no_params).unseen == ""
+
+
 def test_an_iterator_of_before_is_not_read_on(dry: Callable[..., DryRuns]) -> None:
     iterator = iter(DataLoader(TensorDataset(torch.arange(4.0))))
     with pytest.raises(CaptureError, match="begun before the trial"):

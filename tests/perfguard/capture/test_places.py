@@ -22,7 +22,7 @@ ON_GPU: dict[str, Callable[[torch.Tensor], bool]] = {
     "its index": lambda x: x.device.index == 0 and x.get_device() == 0 and torch.get_device(x) == 0,
     "equality": lambda x: x.device == _FIRST and x.device in {_FIRST} and x.device != torch.device("cpu"),
     "its name": lambda x: str(x.device) == "cuda:0" and f"{x.device}".startswith("cuda"),
-    "a property": lambda x: x.is_cuda and not x.is_cpu and not x.is_meta,
+    "a property": lambda x: x.is_cuda and not x.is_cpu and x.is_meta,
     "its legacy type": lambda x: x.type() == "torch.cuda.FloatTensor" and x.half().type() == "torch.cuda.HalfTensor",
     "what is made beside it": lambda x: torch.zeros(3, device=x.device).device == x.new_zeros(2).device == x.device,
     "what is moved to it": lambda x: torch.zeros(3).to(x.device).is_cuda and torch.zeros(3).to(x).is_cuda,

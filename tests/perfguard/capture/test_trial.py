@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gc
@@ -1373,6 +1374,26 @@ def test_what_training_keeps_counts_to_the_end(most: int, number: int) -> None:
         least = min(number, 20 if most == 20 else 4)  # of a list that is full, what the first steps have put there is seen
         assert least * kept < largest(found) < (number + 4) * kept
         assert found.graph.unmodelled == ((KEPT,) if most == 20 else ())
+
+
+@pytest.mark.parametrize("spares", [True, False])
+def test_a_bounded_buffer_holds_no_more_than_its_bound(spares: bool) -> None:
+    """A dry run that sees few batches of an epoch would take it to grow to the end."""
+    outputs: collections.deque[torch.Tensor] = collections.deque(maxlen=8)
+
+    def objective() -> None:
+        model = nn.Linear(20, 5000).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            for x, _ in rows(40 * 32):
+                optimizer.zero_grad()
+                output = model(x.cuda())
+                output.sum().backward()
+                optimizer.step()
+                outputs.append(output.detach())
+
+    kept = 32 * 5000 * 4
+    assert 8 * kept < largest(capture(objective, A100, spares=spares)) < 12 * kept
 
 
 def test_evaluation_within_an_epoch_and_larger_inputs_of_later_epochs_count() -> None:
