@@ -21,6 +21,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -316,6 +317,31 @@ def _is_named_by_user(device: Any) -> bool:
     return device is not META and (device == "meta" if type(device) is str else getattr(device, "type", "") == "meta")
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call of a function of PyTorch, which rules may change."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_read: bool
+    """Whether a loader makes a batch. What it runs is no work of the device."""
+    source: Any = field(init=False)
+    """The first argument, if it is a tensor."""
+    on_meta: bool = field(init=False)
+    """Whether that is on the device."""
+
+    def __post_init__(self) -> None:
+        self.source = self.args[0] if self.args and isinstance(self.args[0], torch.Tensor) else None
+        self.on_meta = self.source is not None and self.source.is_meta
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether it makes a tensor that needs a gradient."""
+        is_asked = self.func is torch.Tensor.requires_grad_ and (*self.args, True)[1]
+        return self.kwargs.get("requires_grad") is True or bool(is_asked)
+
+
 class Placement(TorchFunctionMode):
     """Puts on meta what the user's code puts on the guarded device.
 
@@ -352,62 +378,98 @@ class Placement(TorchFunctionMode):
             return answer(args[0])
         if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
             return func(*args) if func.__name__ != "__set__" else self._set(func, *args)
-        kwargs = dict(kwargs or {})
-        names_meta = _is_named_by_user(kwargs.get("device"))
-        if func is torch.device:
-            names_gpu = not self._is_cpu and args and type(args[0]) is int
-            return func("cuda", args[0]) if names_gpu else func(*args, **kwargs)
-        if func in _BACKWARD and self._replay.skips_backward(returns=func is torch.autograd.grad):
-            return self._replay.backward(args, kwargs, returns=func is torch.autograd.grad)
-        if func in _BACKWARD:
-            if self._recorder.phase is not Phase.BACKWARD:
-                self.on_backward(tensors_in(args[:1] or kwargs.get("outputs")), func is not torch.autograd.grad)
-            args, kwargs = self._host.with_gradients_on_device(args, kwargs)
-            with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
-                return _BACKWARD[func](*args, **kwargs)
-        source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        on_meta = source is not None and source.is_meta
-        is_read = not torch._C._len_torch_dispatch_stack()  # a loader makes a batch, and what it runs is no work of the device
-        if on_meta and (func in _VALUES or (is_read and func in _CONDITIONS)):
-            args = (self._host.values.read(source.detach()), *args[1:])
-        elif func is torch.Tensor.cuda:
-            self._names_gpu = True
-            func, args, kwargs = torch.Tensor.to, (source, META), {}
-        elif func is torch.Tensor.type and (dtype := cuda_type_named(args[1] if args[1:] else kwargs.get("dtype"))) is not None:
-            func, args, kwargs = torch.Tensor.to, (source, META, dtype), {}
-        elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
-            return source
-        elif func in _OF_BLANKS and self._host.blanks.has([source]):
-            return _OF_BLANKS[func](*args)
-        elif func is torch.Tensor.is_pinned and not on_meta:
-            return True
-        elif on_meta and func is torch.Tensor.data_ptr:  # Accelerate finds the optimizer's parameters again by it
-            return source.untyped_storage()._cdata
-        if is_read and len({tensor.is_meta for tensor in tensors_in((args, kwargs)) if tensor.dim()}) > 1:
-            args = tree_map_only(torch.Tensor, self._host.values.read, args)  # a transform with buffers
-            kwargs = {**tree_map_only(torch.Tensor, self._host.values.read, kwargs)}
-        place = self._place_of_source if on_meta else self._place
-        args = tuple([META if type(item) is int and func in _MOVES else place(item) for item in args])
-        if "device" in kwargs:
-            kwargs["device"] = META if type(kwargs["device"]) is int else place(kwargs["device"])
-        makes = not is_read and func in _device_constructors()
-        if makes and self._is_cpu and self._is_for_device(kwargs.get("device"), sys._getframe(1)):
-            kwargs["device"] = META
-        needs_gradient = kwargs.get("requires_grad") is True or (func is torch.Tensor.requires_grad_ and (*args, True)[1])
-        if needs_gradient and not is_read and not self._names_gpu:
-            if makes:
-                kwargs["device"] = META
-            elif source is not None:
-                self._host.move(source)  # it is `requires_grad_`
-        out = func(*args, **kwargs)
-        if names_meta and out is not source and isinstance(out, torch.Tensor):
+        call = _Call(func, args, dict(kwargs or {}), is_read=not torch._C._len_torch_dispatch_stack())
+        rule = _RULES.get(func)
+        if rule is not None and (found := rule(self, call)) is not _GO_ON:
+            return found
+        names_meta = _is_named_by_user(call.kwargs.get("device"))
+        self._read_where_mixed(call)
+        self._place_call(call)
+        self._place_what_is_made(call, sys._getframe(1))
+        out = call.func(*call.args, **call.kwargs)
+        if names_meta and out is not call.source and isinstance(out, torch.Tensor):
             self._recorder.forget(out)
-        if func in _FROM_DATA and out.is_meta and not tensors_in(args):  # sizes that several processes agree on, constants
-            with _disable_current_modes():
-                self._host.values.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
-        elif is_read and func is torch.Tensor.to and out.is_meta and not on_meta:  # a collate function moves its batch
-            self._host.values.remember(out, source)
+        self._remember(call, out)
         return out
+
+    def backward(self, call: _Call) -> Any:
+        """Run a backward pass, unless it is left out."""
+        returns = call.func is torch.autograd.grad
+        if self._replay.skips_backward(returns=returns):
+            return self._replay.backward(call.args, call.kwargs, returns=returns)
+        if self._recorder.phase is not Phase.BACKWARD:
+            self.on_backward(tensors_in(call.args[:1] or call.kwargs.get("outputs")), not returns)
+        args, kwargs = self._host.with_gradients_on_device(call.args, call.kwargs)
+        with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again, FSDP gathers
+            return _BACKWARD[call.func](*args, **kwargs)
+
+    def value(self, call: _Call) -> Any:
+        """Let a tensor of the device be read on the host."""
+        if call.on_meta and (call.func in _VALUES or call.is_read):
+            call.args = (self._host.values.read(call.source.detach()), *call.args[1:])
+        return _GO_ON
+
+    def device_named(self, call: _Call) -> Any:
+        """Make `torch.device(0)`, which is a GPU also where PyTorch sees none."""
+        names_gpu = not self._is_cpu and call.args and type(call.args[0]) is int
+        return call.func("cuda", call.args[0]) if names_gpu else call.func(*call.args, **call.kwargs)
+
+    def move_to_gpu(self, call: _Call) -> Any:
+        """Let `x.cuda()` move it to the stage."""
+        self._names_gpu = True
+        call.func, call.args, call.kwargs = torch.Tensor.to, (call.source, META), {}
+        return _GO_ON
+
+    def change_type(self, call: _Call) -> Any:
+        """Let `x.type(torch.cuda.FloatTensor)` move it to the stage."""
+        dtype = cuda_type_named(call.args[1] if call.args[1:] else call.kwargs.get("dtype"))
+        if dtype is not None:
+            call.func, call.args, call.kwargs = torch.Tensor.to, (call.source, META, dtype), {}
+        return _GO_ON
+
+    def move_to_host(self, call: _Call) -> Any:
+        """Leave a tensor where it is, if the host is the device."""
+        return call.source if call.on_meta and self._is_cpu else _GO_ON
+
+    def of_blank(self, call: _Call) -> Any:
+        """Copy or share a tensor of the host that may have no data."""
+        return _OF_BLANKS[call.func](*call.args) if self._host.blanks.has([call.source]) else _GO_ON
+
+    def _read_where_mixed(self, call: _Call) -> None:
+        """Let a loader read tensors of the device, such as buffers of a transform, where it works with those of the host too."""
+        given = tensors_in((call.args, call.kwargs)) if call.is_read else ()
+        if len({tensor.is_meta for tensor in given if tensor.dim()}) > 1:
+            call.args = tree_map_only(torch.Tensor, self._host.values.read, call.args)
+            call.kwargs = {**tree_map_only(torch.Tensor, self._host.values.read, call.kwargs)}
+
+    def _place_call(self, call: _Call) -> None:
+        """Put meta in the place of the guarded device, wherever it is named."""
+        place = self._place_of_source if call.on_meta else self._place
+        counts_gpus = call.func in _MOVES
+        call.args = tuple([META if counts_gpus and type(item) is int else place(item) for item in call.args])
+        if "device" in call.kwargs:
+            device = call.kwargs["device"]
+            call.kwargs["device"] = META if type(device) is int else place(device)
+
+    def _place_what_is_made(self, call: _Call, caller: types.FrameType) -> None:
+        """Put on meta what a ``caller`` makes on the guarded CPU, or with a gradient where nobody names a GPU."""
+        makes = not call.is_read and call.func in _device_constructors()
+        if makes and self._is_cpu and self._is_for_device(call.kwargs.get("device"), caller):
+            call.kwargs["device"] = META
+        if call.is_read or self._names_gpu or not call.needs_gradient:
+            return
+        if makes:
+            call.kwargs["device"] = META
+        elif call.source is not None:
+            self._host.move(call.source)  # it is `requires_grad_`
+
+    def _remember(self, call: _Call, out: Any) -> None:
+        """Remember the values of a tensor of the device that is made of numbers, or of a tensor of the host in a loader."""
+        if call.func in _FROM_DATA and out.is_meta and not tensors_in(call.args):  # sizes that several processes agree on
+            with _disable_current_modes():
+                self._host.values.remember(out, torch.tensor(*call.args, **{**call.kwargs, "device": "cpu"}))
+        elif call.is_read and call.func is torch.Tensor.to and out.is_meta and not call.on_meta:  # a collate function moves it
+            self._host.values.remember(out, call.source)
 
     def place_inputs(self, args: Any) -> None:
         """Put inputs of a model that need a gradient on the device, such as `Variable(x, requires_grad=True)`."""
@@ -464,6 +526,22 @@ _OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+_GO_ON = object()
+"""What a rule returns that leaves the rest to the others."""
+_RULES: dict[Any, Callable[[Placement, _Call], Any]] = {
+    torch.device: Placement.device_named,
+    **dict.fromkeys(_BACKWARD, Placement.backward),
+    **dict.fromkeys((*_VALUES, *_CONDITIONS), Placement.value),
+    torch.Tensor.cuda: Placement.move_to_gpu,
+    torch.Tensor.type: Placement.change_type,
+    torch.Tensor.cpu: Placement.move_to_host,
+    torch.Tensor.pin_memory: lambda _, call: call.source,
+    torch.Tensor.is_pinned: lambda _, call: _GO_ON if call.on_meta else True,
+    **dict.fromkeys(_OF_BLANKS, Placement.of_blank),
+    # Accelerate finds the optimizer's parameters again by it
+    torch.Tensor.data_ptr: lambda _, call: call.source.untyped_storage()._cdata if call.on_meta else _GO_ON,
+}
+"""What is done to a call of a function, by the function: it is answered, or changed and goes on."""
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _ABOUT_RANKS = ("torch.distributed.device_mesh", "torch.distributed._mesh_layout")
