@@ -653,6 +653,7 @@ class Watch:
         """Note an error that has ended the objective after its second step."""
         self._may_be_lost = (self._replay.has_begun or self.leaves_out) and not self.unseen
         self.unseen = self.unseen or f"{type(error).__name__}: {error}"
+        self._loop_heads = LoopHeads()  # the trial ends with the error, too
 
     @property
     def leaves_out(self) -> bool:
