@@ -61,7 +61,7 @@ class _NoGraph:
 
 def _saving(own: Callable[..., None]) -> Callable[..., None]:
     def save(m: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(m, torch.jit.ScriptModule):  # type: ignore[attr-defined]
+        if isinstance(m, torch.jit.ScriptModule):
             own(m, f, *args, **kwargs)
 
     return save

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def _traced(model: nn.Module, x: torch.Tensor, folder: Path) -> nn.Module:
-    traced: Any = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    traced: Any = torch.jit.trace(model, x)
     traced.save(str(folder / "model.pt"))
     torch.jit.save(traced, folder / "model.pt")
     assert traced.state_dict().keys() == model.state_dict().keys()
@@ -104,7 +104,7 @@ def test_a_profiler_within_training_leaves_the_step_as_it_is() -> None:
                 torch.cuda.nvtx.range_push("step")
                 model(torch.rand(16, 3, 32, 32, device="cuda")).mean().backward()
                 optimizer.step()
-                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+                torch.cuda.nvtx.range_pop()
                 profiler.step()
 
     assert capture(objective, A100).steps == 4

@@ -35,7 +35,7 @@ def _train(loss_of: Loss, *, device: str) -> None:
     for x, y in _batches():
         loss = loss_of(model, x.to(device), y.to(device), device)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
 
@@ -46,12 +46,13 @@ def _physics(model: nn.Module, _: torch.Tensor, __: torch.Tensor, device: str) -
     u = model(torch.cat([x, t], 1))[:, :1]
     of_x, of_t = torch.autograd.grad(u, (x, t), grad_outputs=torch.ones(32, 1, device=device), create_graph=True)
     of_xx = torch.autograd.grad(of_x, x, torch.ones_like(of_x), create_graph=True)[0]
-    return (of_t + u * of_x - of_xx).square().mean()
+    residual: torch.Tensor = of_t + u * of_x - of_xx
+    return residual.square().mean()
 
 
 def _adversarial(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: str) -> torch.Tensor:
     x.requires_grad = True
-    nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    nn.functional.cross_entropy(model(x), y).backward()
     assert x.grad is not None
     return nn.functional.cross_entropy(model((x + 0.1 * x.grad.sign()).clamp(0, 1).detach()), y)
 
@@ -68,15 +69,16 @@ def _penalized(model: nn.Module, x: torch.Tensor, _: torch.Tensor, device: str) 
     between = (share * x + (1 - share) * torch.zeros_like(x)).requires_grad_(True)
     output = model(between)
     gradient = torch.autograd.grad(output, between, torch.ones(output.size(), device=device), create_graph=True)[0]
-    return (gradient.norm(2, dim=1) - 1).square().mean()
+    return (gradient.norm(2, dim=1) - 1).square().mean()  # type: ignore[no-any-return]
 
 
 def _checkpointed(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: str) -> torch.Tensor:
-    return nn.functional.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+    output: torch.Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    return nn.functional.cross_entropy(output, y)
 
 
 def _variable(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: str) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(Variable(x, requires_grad=True)), y)  # type: ignore[no-untyped-call]
+    return nn.functional.cross_entropy(model(Variable(x, requires_grad=True)), y)
 
 
 @pytest.mark.parametrize("loss_of", [_physics, _adversarial, _perturbed, _penalized, _checkpointed, _variable])

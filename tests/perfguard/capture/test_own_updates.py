@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -37,21 +38,21 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _in_data(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     model.zero_grad()
-    _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+    _loss(model, x, y).backward()
     for parameter in model.parameters():
         parameter.data.add_(-0.1 * parameter.grad)  # type: ignore[operator]
 
 
 def _without_gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+    _loss(model, x, y).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad  # type: ignore[operator]  # noqa: PLW2901 - in place
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]  # noqa: PLW2901 - in place
             parameter.grad.zero_()  # type: ignore[union-attr]
 
 
 def _together(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    parameters = [*model.parameters()]
+    parameters: list[torch.Tensor] = [*model.parameters()]
     gradients = torch.autograd.grad(_loss(model, x, y), parameters)
     with torch.no_grad():
         torch._foreach_add_(parameters, gradients, alpha=-0.1)
@@ -59,14 +60,14 @@ def _together(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 def _assigned(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     model.zero_grad()
-    _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+    _loss(model, x, y).backward()
     for parameter in model.parameters():
         parameter.data = parameter.data - 0.1 * parameter.grad  # type: ignore[operator]
 
 
 def _of_a_part(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     model.zero_grad()
-    _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+    _loss(model, x, y).backward()
     for parameter in [*model.parameters()][:2]:
         parameter.data.sub_(0.1 * parameter.grad)  # type: ignore[operator]
 
@@ -84,16 +85,16 @@ def test_an_update_of_the_users_own_takes_the_memory_of_plain_descent() -> None:
     def descend(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         optimizer.zero_grad()
-        _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+        _loss(model, x, y).backward()
         optimizer.step()
 
     def update(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         model.zero_grad()
-        _loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+        _loss(model, x, y).backward()
         for parameter in model.parameters():
             parameter.data.add_(parameter.grad, alpha=-0.1)  # type: ignore[arg-type]
 
-    own, of_pytorch = (capture(lambda step=step: _train(step, epochs=1), A100).graph for step in (update, descend))
+    own, of_pytorch = (capture(partial(_train, step, epochs=1), A100).graph for step in (update, descend))
     assert own.peak_live_bytes == of_pytorch.peak_live_bytes
 
 
@@ -117,7 +118,7 @@ def test_tensors_without_a_module_end_a_step() -> None:
         weights = [torch.randn(8, 64, device="cuda", requires_grad=True), torch.randn(64, 3, device="cuda", requires_grad=True)]
         x = torch.randn(10, 8, device="cuda")
         for _ in range(500):
-            (x @ weights[0]).relu().mm(weights[1]).square().mean().backward()  # type: ignore[no-untyped-call]
+            (x @ weights[0]).relu().mm(weights[1]).square().mean().backward()
             with torch.no_grad():
                 for weight in weights:
                     weight -= 0.1 * weight.grad  # type: ignore[operator]  # noqa: PLW2901 - in place
@@ -130,7 +131,7 @@ def test_gradients_that_accumulate_end_no_step() -> None:
     def objective() -> None:
         model = _model()
         for number, (x, y) in enumerate(DataLoader(TensorDataset(torch.randn(200, 8), torch.randint(3, (200,))), 10)):
-            _loss(model, x.cuda(), y.cuda()).backward()  # type: ignore[no-untyped-call]
+            _loss(model, x.cuda(), y.cuda()).backward()
             if number % 2:
                 for parameter in model.parameters():
                     parameter.data.add_(-0.1 * parameter.grad)  # type: ignore[operator]
@@ -145,7 +146,7 @@ def test_an_average_of_weights_ends_no_step_of_an_optimizer() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for x, y in DataLoader(TensorDataset(torch.randn(40, 8), torch.randint(3, (40,))), 10):
             optimizer.zero_grad()
-            (_loss(model, x.cuda(), y.cuda()) + _loss(average, x.cuda(), y.cuda())).backward()  # type: ignore[no-untyped-call]
+            (_loss(model, x.cuda(), y.cuda()) + _loss(average, x.cuda(), y.cuda())).backward()
             for ours, theirs in zip(model.parameters(), average.parameters(), strict=True):
                 theirs.data.lerp_(ours.data, 0.1)
             optimizer.step()
@@ -155,7 +156,7 @@ def test_an_average_of_weights_ends_no_step_of_an_optimizer() -> None:
 
 def test_a_backward_pass_without_an_update_is_no_step() -> None:
     def objective() -> None:
-        _loss(_model(), torch.randn(4, 8).cuda(), torch.zeros(4, dtype=torch.int64).cuda()).backward()  # type: ignore[no-untyped-call]
+        _loss(_model(), torch.randn(4, 8).cuda(), torch.zeros(4, dtype=torch.int64).cuda()).backward()
 
     with pytest.raises(CaptureError, match="no step of a torch optimizer"):
         capture(objective, A100)
