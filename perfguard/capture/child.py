@@ -117,8 +117,8 @@ def compute_alone() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("set_num_threads", "set_num_interop_threads"):
-        setattr(torch, name, lambda *_: None)
+    torch.set_num_threads = lambda nthreads: None
+    torch.set_num_interop_threads = lambda nthreads: None
     _limit_threads_of_libraries()
 
 

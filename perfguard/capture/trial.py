@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,14 +234,34 @@ class Watch:
         replace(nn.Module, "zero_grad", self._as_optimizer)
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
         replace(torch.optim.Optimizer, "add_param_group", self._noting_groups)
+        replace(threading.Thread, "start", self._starting)
         self._ranks.enter(stack, replace)
-        stack.enter_context(self._recorder)
-        stack.enter_context(self.host)
-        stack.enter_context(self._paths)
-        stack.enter_context(self._placement)
+        self._enter_modes(stack)
         self._recorder.calibrate()
         self._placement.on_backward = self._begin_backward
         self.loaders.on_asked = self._updates.begin_batch
+
+    def _enter_modes(self, stack: ExitStack) -> None:
+        for mode in (self._recorder, self.host, self._paths, self._placement):
+            stack.enter_context(mode)
+
+    def _starting(self, own: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+        """Let the threads of the objective be on the stage, too: it may train in one and wait for it."""
+
+        @functools.wraps(own)
+        def start(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def run_on_stage() -> None:
+                with ExitStack() as stack, suppress(_Enough):
+                    stack.enter_context(device_semantics(self._device.kind))
+                    self._enter_modes(stack)
+                    run()
+
+            thread.run = run_on_stage  # type: ignore[method-assign]
+            own(thread)
+
+        return start
 
     def join(self, begun: Mapping[Any, int], made_before: frozenset[int]) -> None:
         """Begin in the middle of an objective.

@@ -46,8 +46,8 @@ def _physics(model: nn.Module, _: torch.Tensor, __: torch.Tensor, device: str) -
     u = model(torch.cat([x, t], 1))[:, :1]
     of_x, of_t = torch.autograd.grad(u, (x, t), grad_outputs=torch.ones(32, 1, device=device), create_graph=True)
     of_xx = torch.autograd.grad(of_x, x, torch.ones_like(of_x), create_graph=True)[0]
-    loss: torch.Tensor = (of_t + u * of_x - of_xx).square().mean()
-    return loss
+    residual: torch.Tensor = of_t + u * of_x - of_xx
+    return residual.square().mean()
 
 
 def _adversarial(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: str) -> torch.Tensor:
@@ -69,12 +69,12 @@ def _penalized(model: nn.Module, x: torch.Tensor, _: torch.Tensor, device: str) 
     between = (share * x + (1 - share) * torch.zeros_like(x)).requires_grad_(True)
     output = model(between)
     gradient = torch.autograd.grad(output, between, torch.ones(output.size(), device=device), create_graph=True)[0]
-    loss: torch.Tensor = (gradient.norm(2, dim=1) - 1).square().mean()
-    return loss
+    return (gradient.norm(2, dim=1) - 1).square().mean()  # type: ignore[no-any-return]
 
 
 def _checkpointed(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: str) -> torch.Tensor:
-    return nn.functional.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+    output: torch.Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    return nn.functional.cross_entropy(output, y)
 
 
 def _variable(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: str) -> torch.Tensor:

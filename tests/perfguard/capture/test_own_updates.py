@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_an_update_of_the_users_own_takes_the_memory_of_plain_descent() -> None:
         for parameter in model.parameters():
             parameter.data.add_(parameter.grad, alpha=-0.1)  # type: ignore[arg-type]
 
-    own, of_pytorch = (capture(functools.partial(_train, step, epochs=1), A100).graph for step in (update, descend))
+    own, of_pytorch = (capture(partial(_train, step, epochs=1), A100).graph for step in (update, descend))
     assert own.peak_live_bytes == of_pytorch.peak_live_bytes
 
 
