@@ -63,8 +63,14 @@ _CAPABILITIES = {
 }  # fmt: skip
 
 
-def pretend_cuda(replace: Replace, device: Device) -> None:
-    """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver."""
+def pretend_cuda(replace: Replace, device: Device, on_replay: Callable[[Any], object]) -> None:
+    """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver.
+
+    Args:
+        replace: replaces an attribute of a module.
+        device: the guarded device.
+        on_replay: called with each graph that is replayed, which may be a step that nothing shows.
+    """
     memory, capability = device.memory_bytes, _CAPABILITIES.get(device.architecture, (8, 0))
     properties = types.SimpleNamespace(
         name=device.name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=device.num_sms,
@@ -100,8 +106,9 @@ def pretend_cuda(replace: Replace, device: Device) -> None:
         replace(torch.cuda.nvtx, name, answering(0))
     replace(torch.autograd.profiler.emit_nvtx, "__enter__", lambda _: lambda self: self)
     replace(torch.autograd.profiler.emit_nvtx, "__exit__", answering(None))
-    for name in ("Event", "Stream", "CUDAGraph"):
+    for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
+    replace(torch.cuda, "CUDAGraph", lambda _: type("CUDAGraph", (_Nothing,), {"replay": on_replay}))
     replace(torch.cuda, "graph", lambda _: lambda *_, **__: nullcontext())  # what is captured runs once, as at its capture
     replace(torch.cuda, "make_graphed_callables", lambda _: lambda callables, *_, **__: callables)
     replace(torch.cuda, "graph_pool_handle", answering((0, 0)))

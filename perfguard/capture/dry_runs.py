@@ -33,6 +33,7 @@ from perfguard.capture.child import (
     HAS_SENT,
     Answer,
     Ask,
+    LeftOutError,
     SelfEnded,
     autograd_refuses_forks,
     await_child,
@@ -46,7 +47,6 @@ from perfguard.capture.child import (
     limit_stalls,
     silence_output,
 )
-from perfguard.capture.micro_batches import LeftOutError
 from perfguard.capture.remembered import Remembered
 from perfguard.capture.seal import adopt_orphans, remove_scratch
 from perfguard.capture.spawned import Spawned

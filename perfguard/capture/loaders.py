@@ -287,6 +287,11 @@ class Loaders:
         if all(one is not trainer for one, _ in self._stated_steps):
             self._stated_steps.append((trainer, math.inf if number is None else number))
 
+    @property
+    def may_stop_early(self) -> bool:
+        """Whether somebody makes steps who may stop at any, or makes some that nothing shows."""
+        return any(math.isinf(number) for _, number in self._stated_steps)
+
     def end_step(self, num_steps: int) -> None:
         """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop. One
         whose iterator is gone was looked at, and feeds none.

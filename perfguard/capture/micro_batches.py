@@ -19,14 +19,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from perfguard.capture.replay import Key, Replay
-from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.repetition import Place, Repetition
-
-
-class LeftOutError(CaptureError):
-    """An error of an objective that may come from what was left out: it has looked at what only a model does."""
 
 
 class _MicroBatch(NamedTuple):

@@ -610,6 +610,7 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
 
         def follow_libraries() -> None:
             libraries_on_meta(replace)
+            _refuse_flex_attention(replace)
             generations.follow(replace)
             if device.kind == "cuda":
                 trl_on_meta(replace)
@@ -643,13 +644,27 @@ def staged(device: Device, loaders: Loaders, host: HostTensors, generations: Gen
                 replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
             stack.enter_context(missing_functions())
-            pretend_cuda(replace, device)
+            pretend_cuda(replace, device, lambda graph: loaders.state_steps(graph, None))
             cuda_types(replace)
             replace(torch.UntypedStorage, "data_ptr", _telling_apart)
             for name in ("to", "cuda"):
                 replace(nn.Module, name, lambda own: _noting_moves(own, host.use))
         deepspeed_on_meta(replace, device.kind)
         yield
+
+
+def _refuse_flex_attention(replace: Callable[..., None]) -> None:
+    """Refuse it with a sentence. PyTorch compiles it as it is called, and that would end the process."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is not None and module._validate_device is not _refusing_flex_attention:
+        replace(module, "_validate_device", lambda _: _refusing_flex_attention)
+
+
+def _refusing_flex_attention(*_: Any) -> None:
+    raise CaptureError(
+        "flex_attention cannot be dry-run: PyTorch compiles it as it is called. Let the dry run take another attention, "
+        "such as scaled_dot_product_attention with the same mask, or describe what trials run: build=..."
+    )
 
 
 def _by_default_on_meta(self: DeviceContext, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,11 +24,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.blanks import Blanks
+from perfguard.capture.child import LeftOutError
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loop_heads import LoopHeads
 from perfguard.capture.loops import Generations
-from perfguard.capture.micro_batches import LeftOutError, MicroBatches
+from perfguard.capture.micro_batches import MicroBatches
 from perfguard.capture.own_updates import OwnUpdates
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.recording import Events, Recording, Span, dtype_of_most_arithmetic, num_later_steps, step_of
@@ -659,7 +660,7 @@ class Watch:
         stop = self._stops.where()
         unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
         per_epoch, in_all = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
-        if in_all is None and not stop and not events.stages:
+        if in_all is None and not stop and not events.stages and not self.loaders.may_stop_early:
             in_all = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
         size = self._samples_and_tokens(number)
         ranks, host_memory = self._ranks.number, self.host.use.memory()

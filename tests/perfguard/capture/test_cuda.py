@@ -13,6 +13,7 @@ from torch import nn
 
 from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
+from perfguard.exceptions import CaptureError
 
 A100, CPU = resolve_device("a100"), resolve_device("cpu")
 LIBRARY = """
@@ -84,3 +85,37 @@ def test_graphs_of_cuda_run_what_they_capture() -> None:
 
     graphed, plain = (capture(partial(objective, is_graphed), A100).graph for is_graphed in (True, False))
     assert graphed.ops == plain.ops
+
+
+def test_steps_that_a_graph_replays_are_not_known() -> None:
+    def objective() -> None:
+        model = nn.Linear(64, 10).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(16, 64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(50):
+            graph.replay()
+
+    assert capture(objective, A100).steps is None
+
+
+def test_flex_attention_is_refused_with_a_sentence() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def objective() -> None:
+        qkv = nn.Linear(64, 192, device="cuda")
+        q, k, v = qkv(torch.randn(1, 128, 64, device="cuda")).view(1, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        flex_attention(q, k, v).mean().backward()
+
+    with pytest.raises(CaptureError, match=r"^flex_attention cannot be dry-run: .* take another attention"):
+        capture(objective, A100)
