@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from perfguard.graph.op import Life, Op
+from perfguard.graph.op import Life, Op, StorageKind
 
 
 class Place(NamedTuple):
@@ -99,7 +99,7 @@ class Repetition:
 def are_alike(ops: Sequence[Op], lives: Sequence[Life], start: Place, middle: Place, end: Place) -> bool:
     """Whether the same operators ran from ``start`` to ``middle`` as from there to ``end``, on storages made in the same order.
 
-    Both may read what the part before them has left, and what was there before.
+    Both may read what the part before them has left, and what was there before: the same, or inputs of as many bytes.
     """
     number, shift = middle.num_ops - start.num_ops, middle.num_lives - start.num_lives
     if not number or (end.num_ops - middle.num_ops, end.num_lives - middle.num_lives) != (number, shift):
@@ -111,7 +111,12 @@ def are_alike(ops: Sequence[Op], lives: Sequence[Life], start: Place, middle: Pl
     def are_same(one: int, other: int) -> bool:
         if one >= start.num_lives:
             return other == one + shift
-        return other == one or start.num_lives <= other < middle.num_lives
+        return other == one or start.num_lives <= other < middle.num_lives or are_inputs(one, other)
+
+    def are_inputs(*indices: int) -> bool:
+        """Whether they are batches that were read ahead."""
+        alike = {(lives[index].kind, lives[index].num_bytes) for index in indices}
+        return len(alike) == 1 and alike.pop()[0] is StorageKind.INPUT
 
     return all(
         one._replace(inputs=(), outputs=()) == other._replace(inputs=(), outputs=())

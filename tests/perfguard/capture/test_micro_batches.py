@@ -88,6 +88,19 @@ def fetching_ahead() -> None:
         optimizer.zero_grad()
 
 
+def reading_a_step_ahead() -> None:
+    """As Transformers' Trainer does."""
+    model = Model().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    iterator = iter(batches())
+    for _ in range(6):
+        step = [[each.cuda() for each in next(iterator)] for _ in range(PASSES)]
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def distilled() -> None:
     teacher = Model().cuda().eval()
     student = Model().cuda()
@@ -150,7 +163,7 @@ def shown(graph: OpGraph) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "run",
     [
-        plain, functools.partial(plain, keeps="sum"), functools.partial(plain, set_to_none=False), fetching_ahead, distilled,
+        plain, functools.partial(plain, keeps="sum"), functools.partial(plain, set_to_none=False), fetching_ahead, reading_a_step_ahead, distilled,
         twice_a_backward_pass, in_turns, longer_at_the_end,
     ],
 )  # fmt: skip

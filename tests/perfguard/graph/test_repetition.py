@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perfguard.graph.op import Life, Op, Phase
+from perfguard.graph.op import Life, Op, Phase, StorageKind
 from perfguard.graph.repetition import Place, Repetition, are_alike
 
 
@@ -92,3 +92,11 @@ def test_parts_of_other_lengths_and_empty_parts_are_not_alike() -> None:
     ops, lives = recording()
     assert not are_alike(ops, lives, START, MIDDLE, Place(3, 8))
     assert not are_alike(ops, lives, START, START, START)
+
+
+@pytest.mark.parametrize(("num_bytes", "may_be_read"), [(8, True), (12, False)])
+def test_parts_may_read_batches_that_were_there_before(num_bytes: int, may_be_read: bool) -> None:
+    lives = [life(8, -1, None), life(num_bytes, -1, None), life(4, 0, 0), life(4, 1, 1)]
+    lives[:2] = [each._replace(kind=StorageKind.INPUT) for each in lives[:2]]
+    ops = [op("neg", (0,), (2,)), op("neg", (1,), (3,))]
+    assert are_alike(ops, lives, Place(0, 2), Place(1, 3), Place(2, 4)) is may_be_read
