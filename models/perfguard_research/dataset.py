@@ -41,7 +41,7 @@ from perfguard_research.tables import MeasuredRow, parser_of
 STEPS = ("workload", "transformer", "collected", "run")
 """Kinds of table whose rows are steps of whole networks."""
 _READS_GRAPHS = frozenset({"roofline.py"})
-"""Modules of `perfguard.graph` that read graphs and have no part in tracing them: after a change of these none is traced again."""
+"""Modules of `perfguard.graph` that read graphs and have no part in tracing: after a change of these, none is traced again."""
 ALL_TABLES = (*STEPS, "perceptron", "operator")
 """Kinds of table that a predictor learns from."""
 
