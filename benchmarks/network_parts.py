@@ -1,9 +1,9 @@
-"""What each part of the step-time predictor earns: errors on held-out runs without messages, without trees, with another seed.
+"""What each part of the step-time predictor earns: errors on held-out runs by rounds of messages, with and without trees.
 
-    python benchmarks/network_parts.py TABLE... --cache .perfguard-cache
+    python benchmarks/network_parts.py TABLE... --cache .perfguard-cache --variants "no trees"
 
 TABLEs are tables of runs and of transformers (docs/tables.md). Each variant learns from the same folds. A cell has the mean error
-with all sources alike, and then of all runs. What two seeds differ by is chance.
+with all sources alike, and then of all runs. What the seeds of a variant differ by is chance.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from perfguard_research.learners import learner_class
 
 _NAME = "step-time"
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
+_ROUNDS = {"no messages": 0, "one round of messages": 1, "two rounds of messages": 2}
+_SEEDS = 0, 1, 2
 _VARIANTS: Mapping[str, dict[str, Any]] = {
-    "one round of messages, and trees (shipped settings)": {},
-    "the same, another seed": {"seed": 1},
-    "no messages, and trees": {"rounds": 0},
-    "one round, no trees": {"trees": 0},
-    "no messages, no trees": {"rounds": 0, "trees": 0},
+    f"{name}, {of_trees}, seed {seed}": {"rounds": rounds, "seed": seed, **settings}
+    for of_trees, settings in {"with trees": {}, "no trees": {"trees": 0}}.items()
+    for name, rounds in _ROUNDS.items()
+    for seed in _SEEDS
 }
 
 
@@ -49,10 +50,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    parser.add_argument("--variants", default="", help="those whose name has this text (default: all)")
     arguments = parser.parse_args()
     runs = dataset_of(arguments.tables, learner_class(_NAME).views, cache=arguments.cache).runs
     lines = []
     for name, settings in _VARIANTS.items():
+        if arguments.variants not in name:
+            continue
         found = predictions_of(_NAME, settings, runs, [*_SPLITS], cache=arguments.cache, jobs=2)
         lines.append([name, *(in_words(runs, found[split, _NAME]) for split in _SPLITS)])
     show("network-parts", ["what predicts", *_SPLITS.values()], lines, record=arguments.record)

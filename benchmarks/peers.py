@@ -103,6 +103,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--most-operators", type=int, default=8_000)
+    parser.add_argument("--most-runs", type=int)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -115,8 +116,8 @@ def main() -> None:
          "medians: xMem 3.8%, DNNMem 19%, SchedTune 50%, LLMem 58%"],
     ]  # fmt: skip
     splits = ["family", "source", "gpu"]
-    cache, most = arguments.cache, arguments.most_operators
-    runs = dataset_of(tables, StepTime.views, cache=cache, most_operators=most, only_timed=True).runs
+    cache, most = arguments.cache, {"most_operators": arguments.most_operators, "most_runs": arguments.most_runs}
+    runs = dataset_of(tables, StepTime.views, cache=cache, **most, only_timed=True).runs
     found = predictions_of(StepTime.name, {}, runs, splits, cache=cache, jobs=2)
     small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
     by_gpu = errors_by_run(runs, found["gpu", StepTime.name])

@@ -50,11 +50,12 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--most-operators", type=int, default=8_000)
+    parser.add_argument("--most-runs", type=int)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
     cache, name = arguments.cache, StepTime.name
-    seen = dataset_of(arguments.tables, StepTime.views, cache=cache, most_operators=arguments.most_operators, only_timed=True)
-    runs = seen.runs
+    most = {"most_operators": arguments.most_operators, "most_runs": arguments.most_runs}
+    runs = dataset_of(arguments.tables, StepTime.views, cache=cache, **most, only_timed=True).runs
     found = predictions_of(name, {}, runs, [*_SPLITS], cache=cache, jobs=2)
     known = {(entry["group"], entry["split"]): entry for _, entry in entries(runs, found, use_of).iterrows() if entry["group"]}
     lines = []

@@ -138,7 +138,7 @@ class _Encoded(NamedTuple):
 
     packed: Packed
     read: Tensor
-    z: Tensor
+    changed: Tensor
     shipped: Tensor  # shape: (B,), log seconds of the network
     share: Tensor  # shape: (B,), of the network in the prediction: a half where there are trees
 
@@ -151,7 +151,7 @@ class _Encoded(NamedTuple):
             return found._replace(shipped=found._log_s(learner.network, _USUAL))
 
     def _log_s(self, network: GraphNetwork, machine: Tensor) -> Tensor:
-        return network.clocks(self.packed, self.read, self.z).log_step_s(machine)
+        return network.clocks(self.packed, self.read, self.changed).log_step_s(machine)
 
     def corrections(self, network: GraphNetwork, machine: Tensor) -> Tensor:
         """What ``network`` adds to the log seconds of the prediction. Shape: (B,)."""

@@ -1,9 +1,9 @@
 r"""GuardNet's graph network: operators are nodes, tensors are edges, and physics composes the step from what the nodes say.
 
-    z_v   = node(x_v)                                          x_v: the operator, its sizes and the device's figures
+    z⁰_v  = norm(node(x_v))                                    x_v: the operator, its sizes and the device's figures
     m_v   = mean over tensors u → v and v → u of message(z_v, z_u, e_uv)                                (each of the rounds)
-    z_v   = z_v + update(z_v, m_v)
-    log i = own(x_v) + BOUND · tanh(out(z_v)), within (-3, 6)  the inefficiency: device time over roofline time
+    z_v   = norm(z_v + update(z_v, m_v))
+    log i = own(x_v) + BOUND · s(out(z_v - z⁰_v))              the inefficiency, within (-3, 6): device time over roofline time
     d_v   = roofline_v · i + latency
 
     t = c + m + max over v of ( h_1 + ... + h_v + d_v + ... + d_n )
@@ -17,7 +17,10 @@ Each machine has one factor for all host times and one for all device times. Thi
 form. A CPU is its own host, so nothing overlaps there: the maximum is replaced by the sum of all h and d.
 
 What the neighbours change is bounded, and nothing reads the whole graph: a free read-out breaks the law that a larger batch is
-not faster (docs/results/accuracy.md has the laws, and how often each is broken).
+not faster (docs/results/accuracy.md has the laws, and how often each is broken). The bound is s(a) = a / √(1 + a²), which has a
+gradient far from 0, and the nodes are normalised (Ba et al. 2016, arXiv 1607.06450). Without these two, training drove every node
+to the same side of a tanh, where nothing is learnt any more: messages were a constant. So the bound is also wide. A narrow one is
+a switch between its two sides (docs/decisions.md).
 
 Equal operators of a step are one node, and equal tensors between them are one edge with a count. A network repeats its blocks, so
 a step of a thousand operators has two hundred nodes, and learning is five times as fast.
@@ -131,7 +134,7 @@ class Clocks(NamedTuple):
 class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types
     """One round of messages. A message is what a tensor does to the operator at one of its ends.
 
-    m_v = Σ_u w_uv · SiLU(A z_v + B z_u + C e_uv),    z_v' = z_v + SiLU(V (z_v ‖ m_v))
+    m_v = Σ_u w_uv · SiLU(A z_v + B z_u + C e_uv),    z_v' = norm(z_v + SiLU(V (z_v ‖ m_v)))
 
     A and B are applied to the nodes, of which there are fewer than edges.
 
@@ -145,13 +148,14 @@ class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types
         self.of_ends = nn.Linear(channels, 2 * messages)
         self.of_edge = nn.Linear(len(EDGE_COLUMNS) + 1, messages, bias=False)
         self.update_net = nn.Sequential(nn.Linear(channels + messages, channels), nn.SiLU())
+        self.norm = nn.LayerNorm(channels)
 
     def forward(self, z: Tensor, edge_index: Tensor, edge_attr: Tensor, edge_weight: Tensor) -> Tensor:
         """The nodes after the round. Shape: (R, channels)."""
         a, b = self.of_ends(z).chunk(2, dim=1)
         m = self.propagate(edge_index, a=a, b=b, e=self.of_edge(edge_attr), edge_weight=edge_weight)
-        changed: Tensor = self.update_net(torch.cat([z, m], dim=1))
-        return z + changed
+        updated: Tensor = self.norm(z + self.update_net(torch.cat([z, m], dim=1)))
+        return updated
 
     def propagate(self, edge_index: Tensor, **tensors: Tensor) -> Tensor:
         """As PyG's own. Of a class without one, PyG leaves a file in the temporary directory, in each process."""
@@ -174,7 +178,7 @@ class GraphNetwork(nn.Module):
         bound: the most that an operator's neighbours change of the logarithm of its inefficiency.
     """
 
-    def __init__(self, hidden: int = 96, channels: int = 48, messages: int = 32, rounds: int = 1, bound: float = 0.3) -> None:
+    def __init__(self, hidden: int = 96, channels: int = 48, messages: int = 32, rounds: int = 1, bound: float = 1.5) -> None:
         super().__init__()
         self.bound = bound
         self.name = nn.Embedding(NUM_NAMES, 8)
@@ -183,7 +187,7 @@ class GraphNetwork(nn.Module):
             nn.Linear(NODE_COLUMNS + self.name.embedding_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU()
         )
         self.own = nn.Linear(hidden, 1)
-        self.node = nn.Sequential(nn.Linear(hidden, channels), nn.SiLU())
+        self.node = nn.Sequential(nn.Linear(hidden, channels), nn.SiLU(), nn.LayerNorm(channels))
         self.rounds = nn.ModuleList(OperatorConv(channels, messages) for _ in range(rounds))
         self.out = nn.Linear(channels, 1)
         # Logarithms of seconds, with a row for GPUs and one for CPUs. `perfguard_research.step_time` has where they start.
@@ -202,17 +206,25 @@ class GraphNetwork(nn.Module):
         return {name: parameter for name, parameter in self.named_parameters() if not name.startswith(encoder)}
 
     def encode(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """What is read of each operator alone, and with its neighbours. Shapes: (R, hidden), (R, channels)."""
+        """What is read of each operator alone, and what its neighbours change. Shapes: (R, hidden), (R, channels)."""
         read = self.read(torch.cat([packed.x, self.name(packed.name)], dim=1))
-        z = self.node(read)
+        alone = z = self.node(read)
         for conv in self.rounds:
             z = conv(z, packed.edge_index, packed.edge_attr, packed.edge_weight)
-        return read, z
+        return read, z - alone
 
-    def clocks(self, packed: Packed, read: Tensor, z: Tensor) -> Clocks:
-        """The clocks of ``packed``, of which :meth:`encode` has made ``read`` and ``z``."""
-        of_neighbours = self.bound * self.out(z)[:, 0].tanh() if len(self.rounds) else 0.0
-        log_inefficiency = (self.own(read)[:, 0] + of_neighbours).clamp(*_LOG_INEFFICIENCY)
+    def of_neighbours(self, changed: Tensor) -> Tensor:
+        """What the neighbours add to the log inefficiency of each operator, within ±bound. Shapes: (R, channels) → (R,).
+
+        Args:
+            changed: what they change, from :meth:`encode`.
+        """
+        wanted: Tensor = self.out(changed)[:, 0]
+        return self.bound * wanted * (1 + wanted.square()).rsqrt()
+
+    def clocks(self, packed: Packed, read: Tensor, changed: Tensor) -> Clocks:
+        """The clocks of ``packed``, of which :meth:`encode` has made ``read`` and ``changed``."""
+        log_inefficiency = (self.own(read)[:, 0] + self.of_neighbours(changed)).clamp(*_LOG_INEFFICIENCY)
         on, of_node = packed.is_cpu.long(), packed.node_is_cpu.long()
         computed = packed.roofline * log_inefficiency.exp() + packed.steps * self.dependent.exp()[of_node]
         device = computed[packed.order] + packed.launched * self.latency.exp()[on][:, None]

@@ -120,7 +120,7 @@ class StepTime:
             if key.startswith("reference"):
                 number, _, name = key.partition(".")
                 reference.setdefault(number, {})[name] = tensor.numpy()
-        made.reference = [Step(False, view) for view in reference.values()]
+        made.reference = [Step(False, view) for _, view in sorted(reference.items())]
         return made
 
     def standardised(self, x: torch.Tensor) -> torch.Tensor:

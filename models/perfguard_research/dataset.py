@@ -40,6 +40,8 @@ from perfguard_research.tables import MeasuredRow, parser_of
 
 STEPS = ("workload", "transformer", "collected", "run")
 """Kinds of table whose rows are steps of whole networks."""
+_READS_GRAPHS = frozenset({"roofline.py"})
+"""Modules of `perfguard.graph` that read graphs and have no part in tracing: after a change of these, none is traced again."""
 ALL_TABLES = (*STEPS, "perceptron", "operator")
 """Kinds of table that a predictor learns from."""
 
@@ -228,12 +230,18 @@ def _prepare_worker() -> None:
 
 
 @functools.cache
-def code_of(*packages: str) -> bytes:
-    """A digest of all code of ``packages``. What they made is kept under it, so that no other code's work is read."""
+def code_of(*packages: str, without: frozenset[str] = frozenset()) -> bytes:
+    """A digest of the code of ``packages``. What they made is kept under it, so that no other code's work is read.
+
+    Args:
+        packages: names of packages. All of their modules count, also those in folders below.
+        without: names of files that had no part in what was made.
+    """
     digest = hashlib.sha256()
     for package in packages:
         folder = Path(str(importlib.import_module(package).__file__)).parent
-        digest.update(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+        files = [path for path in sorted(folder.rglob("*.py")) if path.name not in without]
+        digest.update(b"".join(path.read_bytes() for path in files))
     return digest.digest()
 
 
@@ -242,7 +250,7 @@ def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[OpGraph 
     if isinstance(rows[0].network, Operator):  # written down, not traced
         yield from ((row.graph(None, TraceCache(), row.device), [row]) for row in rows)
         return
-    what = code_of("perfguard.graph"), rows[0].structure, sorted({_member(row) for row in rows})
+    what = code_of("perfguard.graph", without=_READS_GRAPHS), rows[0].structure, sorted({_member(row) for row in rows})
     path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
     if not path.is_file():
         _trace(rows, path)

@@ -97,11 +97,11 @@ class TrainableStepTime(StepTime):
     def __init__(
         self,
         *,
-        epochs: int = 14,
+        epochs: int = 8,
         hidden: int = 96,
         rounds: int = 1,
-        bound: float = 0.3,
-        learning_rate: float = 1e-2,
+        bound: float = 1.5,
+        learning_rate: float = 5e-3,
         host_sigma: float = 0.5,
         device_sigma: float = 0.01,
         trees: int = 400,
@@ -189,6 +189,7 @@ class TrainableStepTime(StepTime):
                 {"params": [*physical.values(), *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
             ],
             lr=rate,
+            fused=True,
         )
         weight = _weights_of(runs)
         sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])

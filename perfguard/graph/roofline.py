@@ -1,18 +1,21 @@
 """Time and memory of a step by operator, by module and by part, without a predictor.
 
 The time is a lower bound on each operator's (Williams et al. 2009): the slower of its arithmetic and its traffic.
+:func:`issue_s` is a third roof, of the kernels that PyTorch has today. It is no bound on what a step needs: another kernel may
+be faster. So physics (`perfguard.physics`) leaves it out, and predictors read it.
 
 Shapes: N operators.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph.op import StorageKind
+from perfguard.graph.op import Op, StorageKind
 from perfguard.graph.opgraph import OpGraph
 
 if TYPE_CHECKING:
@@ -31,6 +34,22 @@ _PARTS = {
     StorageKind.ACTIVATION: "activations",
     StorageKind.TEMPORARY: "temporaries",
 }
+_ELEMENTS_A_CLOCK = {
+    "embedding": 0.6,
+    "gelu": 2.3,
+    "rope": 1.5,
+    "silu_mul": 1.2,
+    **dict.fromkeys(("fused_rms_norm", "native_layer_norm", "native_group_norm"), 1.2),
+    **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward", "_softmax", "_log_softmax"), 1.2),
+}
+"""Elements that a multiprocessor writes in a clock at most, by operator. They are the 90th percentiles of Vidur's kernels above
+50 us on the A100 and the H100: 0.54 and 0.63 of 3,300 and 957 embeddings, 2.17 and 2.36 of GELU, 1.46 and 1.52 of rotary
+embeddings, 1.13 and 1.25 of SiLU with a product, 1.20 and 1.16 of RMS norms. The medians are 2 to 10% lower. The other norms and
+softmax also reduce a row in a block, and have the rate of the RMS norm. NeuSight's kernels in float32 on five cards never exceed
+these rates. An addition has none: it reaches the bandwidth of both cards."""
+_STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "native_batch_norm_backward"})
+"""Their second output has one element for each block: the mean of a row, a group or a channel, or its gradient."""
+_STATISTIC_BYTES = 4
 _Floats = npt.NDArray[np.float64]
 
 
@@ -49,6 +68,46 @@ def work_s(graph: OpGraph, device: Device) -> tuple[_Floats, _Floats]:
     if device.kind == "cpu":
         flops = flops * np.sqrt(np.prod(channel_padding(graph, device), axis=0))
     return flops / _rates(graph, device), num_bytes / device.bandwidth_bytes_per_s
+
+
+def issue_s(graph: OpGraph, device: Device) -> _Floats:
+    """Return the seconds that the multiprocessors of a GPU need to issue the elements of each operator. Shape: (N,).
+
+        s_v = elements_v / (r_v · clock · min(blocks_v, multiprocessors))
+
+    A kernel that computes an index, a reduction or a special function for each element is bound by its instructions, and not by
+    the memory. So r_v is about the same on the A100 and the H100, where such a kernel reaches a small share of the bandwidth. A
+    norm or a softmax has one block for each row, group or channel, so 16 rows keep 16 multiprocessors busy.
+
+    It is 0 for operators whose rate was not measured, and on a CPU. Of a softmax the last dimension is taken for the row. A batch
+    norm of the layout "nhwc" has more blocks than channels, and one with the statistics of the training reduces nothing.
+    """
+    found = np.zeros(len(graph.ops))
+    if device.kind == "cpu":
+        return found
+    for at, op in enumerate(graph.ops):
+        rate = _ELEMENTS_A_CLOCK.get(op.name)
+        is_launched = op.bytes_written > 0  # a compiler may have fused it with the next
+        if rate is not None and is_launched and not _is_evaluated(graph, op):
+            busy = min(_blocks(graph, op), device.num_sms)
+            found[at] = math.prod(op.shape) / (rate * device.boost_clock_hz * busy)
+    return found
+
+
+def _is_evaluated(graph: OpGraph, op: Op) -> bool:
+    """Whether it is a batch norm with the statistics of the training: a product and a sum for each element."""
+    has_statistics = any(graph.storages[storage].kind is StorageKind.BUFFER for storage in op.inputs)
+    return op.name == "native_batch_norm" and graph.mode == "infer" and has_statistics
+
+
+def _blocks(graph: OpGraph, op: Op) -> float:
+    """Independent blocks of the kernel of ``op``; infinity where they are many, or not known."""
+    if op.kind == "softmax" or op.name == "fused_rms_norm":
+        return max(math.prod(op.shape[:-1]), 1)
+    is_split = graph.layout == "nhwc" and "batch_norm" in op.name
+    if op.name not in _STATISTICS or is_split or len(op.outputs) < 2:
+        return math.inf
+    return max(graph.storages[op.outputs[1]].num_bytes // _STATISTIC_BYTES, 1)
 
 
 def _rates(graph: OpGraph, device: Device) -> _Floats:

@@ -108,7 +108,7 @@ def test_what_other_code_traced_is_not_read(tmp_path: Path, monkeypatch: pytest.
     }  # fmt: skip
     table = write(tmp_path / "t.csv", [row])
     for code in (b"yesterday's", b"yesterday's", b"today's"):
-        monkeypatch.setattr(module, "code_of", lambda package, code=code: code)
+        monkeypatch.setattr(module, "code_of", lambda package, code=code, without=(): code)
         assert len(dataset_of([table], [SUMS], cache=tmp_path, jobs=1).runs) == 1
     assert len(list((tmp_path / "graphs").glob("*.zip"))) == 2
 
@@ -121,7 +121,8 @@ def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
         assert run.view["edge_index"].max(initial=-1) < len(run.view["nodes"])
         launch_s = resolve_device(run.gpu).launch_overhead_s
         total = float(np.maximum(run.view["roofline"][run.view["order"]], launch_s).sum())
-        assert total == pytest.approx(math.exp(run.view["sums"][STEP_FEATURES.index("log_roofline")]), rel=1e-3)
+        bound = math.exp(run.view["sums"][STEP_FEATURES.index("log_roofline")])
+        assert 0.999 < total / bound < 1.1  # the operators' have a third roof
 
 
 @needs_timm

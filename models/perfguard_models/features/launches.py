@@ -7,18 +7,21 @@ Shapes: N operators, d different operators.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
+from perfguard.graph.roofline import issue_s
 from perfguard_models.features import Arrays, FeatureSet, operators
-from perfguard_models.features.convolutions import HALF_DTYPES, operators_with
+from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, operators_with
 
 COLUMNS = (*operators.COLUMNS, "tf32", "bf16", "benchmark", "log_idle_waves")
 """Columns of ``x``. The first are those of `operators`, with times at the rates of the arithmetic that is used. "tf32" is 0 on
-devices that gain nothing by it, and "bf16" on those that are as fast in float16. The last is how much longer a product takes
-because its last wave of tiles leaves multiprocessors idle, as a logarithm."""
+devices that gain nothing by it, and "bf16" on those that are as fast in float16. The last is how much longer a product or
+a convolution takes because its last wave of tiles leaves multiprocessors idle, as a logarithm."""
 NAMES = (
     *operators.NAMES, "fused_rms_norm", "fused_rms_norm_backward", "silu_mul", "rope", "fused_rnn", "fused_rnn_backward",
 )  # fmt: skip
@@ -30,9 +33,11 @@ DEVICE_COLUMNS = (
 """The device's figures, as natural logarithms, each roughly within ±2."""
 HALF_OVER_FLOAT = 8
 """What the rate of half precision over that of float32 usually is."""
-EDGE_COLUMNS = ("log_over_l2", "log_reuse_over_l2", "log_distance", "crosses_phase")
+EDGE_COLUMNS = ("log_over_l2", "log_reuse_over_l2", "log_distance", "crosses_phase", "log_share_read", "in_cache")
 """Columns of ``tensor_x``: natural logarithms of the producer's bytes over the L2 cache, of the bytes that are moved until the
-tensor is read, over the cache too, and of the launches until then. The last is whether it is read in another phase."""
+tensor is read, over the cache too, and of the launches until then; whether it is read in another phase; the logarithm of the
+producer's bytes over all that the consumer reads; and whether all that moved since the tensor was written, and the tensor, fit
+the cache. The last two say how much of the consumer's traffic never reaches the memory."""
 HOST_KINDS = len(OP_KINDS) * len(Phase)
 """Classes of host cost: the kind of the operator in each phase."""
 _NAME_INDEX = {name: at for at, name in enumerate(NAMES)}
@@ -69,11 +74,12 @@ def launches(graph: OpGraph, device: Device) -> Arrays:
     """
     ops, in_tf32, on_cpu = graph.ops, kinds_in_tf32(graph), device.kind == "cpu"
     compute_s, traffic_s = work_s(graph, device)
-    roofline = np.maximum(np.maximum(compute_s, traffic_s), _SHORTEST_S)
+    roofline = np.maximum(np.maximum(compute_s, traffic_s), np.maximum(issue_s(graph, device), _SHORTEST_S))
     tried = "cudnn_benchmark" in graph.options
     flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in ops]
-    products, idle_waves = operators_with("product", graph), np.zeros((len(ops), 1), dtype=np.float16)
-    idle_waves[products, 0] = _idle_waves(graph.attribute("product", ops=products, length=4), device)
+    idle_waves = np.zeros((len(ops), 1), dtype=np.float16)
+    for at, sizes in (_products(graph), _convolutions(graph)):
+        idle_waves[at, 0] = _idle_waves(sizes, device)
     x = np.concatenate(
         [
             operators.operator_columns(graph, device, compute_s, roofline),
@@ -128,6 +134,8 @@ def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> Arra
             np.log((moved[sink] - moved[source]) / cache + _LEAST),
             np.log(sink - source),
             phase[sink] != phase[source],
+            np.log(np.minimum(written[source] / np.maximum(read[sink], 1), 1) + _LEAST),
+            moved[sink] - moved[source] + written[source] <= cache,
         ],
         axis=1,
     )
@@ -146,6 +154,19 @@ def _differs(device: Device) -> npt.NDArray[np.float16]:
     has_tf32 = device.flops_per_s("tf32") > device.flops_per_s("fp32")
     has_two_halves = device.flops_per_s("bf16") != device.flops_per_s("fp16")
     return np.array([has_tf32, has_two_halves, True], dtype=np.float16)
+
+
+def _products(graph: OpGraph) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """The products among the operators, and their sizes: batch, m, n, k. Shapes: (n,), (n, 4)."""
+    at = operators_with("product", graph)
+    return at, graph.attribute("product", ops=at, length=4)
+
+
+def _convolutions(graph: OpGraph) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """The convolutions among the operators, and the sizes of the products that they are: a group each. Shapes: (n,), (n, 4)."""
+    at = operators_with("weight_shape", graph)
+    c = Convolutions(graph, at)
+    return at, np.stack([c.groups, c.batch * c.positions_out, c.narrow_out, c.narrow_in * c.taps], axis=-1)
 
 
 def _idle_waves(products: npt.NDArray[np.int64], device: Device) -> npt.NDArray[np.float64]:

@@ -163,7 +163,8 @@ def shown(graph: OpGraph) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "run",
     [
-        plain, functools.partial(plain, keeps="sum"), functools.partial(plain, set_to_none=False), fetching_ahead, reading_a_step_ahead, distilled,
+        plain, functools.partial(plain, keeps="sum"), functools.partial(plain, set_to_none=False), fetching_ahead,
+        reading_a_step_ahead, distilled,
         twice_a_backward_pass, in_turns, longer_at_the_end,
     ],
 )  # fmt: skip
