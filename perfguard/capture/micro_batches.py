@@ -8,6 +8,9 @@ alike, each further one with inputs of the same shapes is left out: a copy of th
     the first   until two are alike                                        the first one makes the gradients; none knows the last
     later ones  until two are alike, and the last                          what clips gradients runs after it, before the step
 
+What is beside the models runs all the same. Two kinds of steps are recorded whole: one whose graphs outlive their micro-batches,
+as with `retain_graph=True`, and one where later micro-batches make more beside their models than those that were recorded.
+
 How many a step has is known from the one before. A later step that ends too early was not seen, so it must be recorded whole.
 """
 
@@ -56,6 +59,14 @@ class MicroBatches:
         self._number_before: dict[int, int] = {}
         """Of the latest step that had some."""
         self._repetition: Repetition | None = None
+        self._first_made = 0
+        """Of the storages that the forward pass which runs makes."""
+        self._made: set[int] = set()
+        """Storages that forward passes have made in the micro-batches that were recorded in a row."""
+        self._returned: set[int] = set()
+        """Those of them that the forward passes have returned."""
+        self._num_bytes_beside = 0
+        """What the micro-batch that is repeated makes beside its models."""
         self._num_backward = 0
         """Backward passes before the micro-batch that is left out."""
         self.key: Key | None = None
@@ -76,6 +87,15 @@ class MicroBatches:
         self._begun.append(_MicroBatch(place, len(self._batches), self.key))
         self._number[model] += 1
 
+    def begin_forward(self) -> None:
+        """Note that a model begins to compute."""
+        self._first_made = self._recorder.place.num_lives
+
+    def end_forward(self, output: Any) -> None:
+        """Note what the model has returned."""
+        self._made.update(range(self._first_made, self._recorder.place.num_lives))
+        self._returned.update(self._recorder.index_of(tensor) for tensor in tensors_in(output) if tensor.is_meta)
+
     def _has_backward(self, since: Place) -> bool:
         return any(op.phase is Phase.BACKWARD for op in self._recorder.ops[since.num_ops :])
 
@@ -91,11 +111,22 @@ class MicroBatches:
             return True
         if not self._has_backward(self._begun[-1].place) or not self._replay.knows(key, model):
             return False
-        self._repetition = self._recorder.repetition(self._begun[-2].place, self._begun[-1].place)
-        return self._repetition is not None
+        start, middle = self._begun[-2].place, self._begun[-1].place
+        of_graph = {*range(start.num_lives, middle.num_lives)} & (self._made - self._returned)
+        if not self._recorder.are_dead(of_graph):  # a graph that is kept, of which nothing would be there
+            return False
+        self._repetition = self._recorder.repetition(start, middle)
+        if self._repetition is None:
+            return False
+        self._num_bytes_beside = self._repetition.num_bytes_beside(self._made)
+        return True
 
     def _is_last(self, model: int) -> bool:
         return self._number[model] + 1 == self._number_before.get(model)
+
+    def makes_more(self) -> bool:
+        """Whether the micro-batch that was left out has made more beside its models than the one that stands for it."""
+        return self._replay.leaves_out and self._recorder.num_bytes_in_pause > self._num_bytes_beside
 
     def leave_out(self) -> None:
         """Leave out the micro-batch that would begin now."""
@@ -124,6 +155,8 @@ class MicroBatches:
             self._recorder.go_on()
         self._repetition = None
         self._begun.clear()
+        self._made.clear()
+        self._returned.clear()
 
     def end_step(self) -> bool:
         """Note that an optimizer steps. Return whether the last micro-batch was seen, of all but the first step."""

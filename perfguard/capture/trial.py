@@ -305,6 +305,8 @@ class Watch:
         evaluates = not torch.is_grad_enabled()
         if not evaluates:
             self._updates.begin_forward()
+        if self._numbers and not self._replay.is_on:
+            self._micro_batches.begin_forward()
         if self._numbers and not evaluates and not self._replay.is_on:
             self._micro_batches.begin(id(module))
             if self._micro_batches.are_many:
@@ -347,6 +349,8 @@ class Watch:
             self._depth -= 1
             if not self._depth:
                 self._placement.in_forward = self.host.in_forward = False
+                if self._numbers and not self._replay.is_on:
+                    self._micro_batches.end_forward(output)
 
     def _calling(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Remember what models return, and leave out the forward passes that are replayed."""
@@ -384,6 +388,8 @@ class Watch:
             if found is None:
                 self._fail_unseen("a micro-batch is another than those before it")
             return found
+        if micro_batches.makes_more():
+            self._fail_unseen("a micro-batch makes more than those before it")
         if not evaluates and not self._open_steps and micro_batches.may_leave_out(key, module) and self._can_replay():
             micro_batches.leave_out()
             return micro_batches.output_of(key, module)
@@ -634,6 +640,8 @@ class Watch:
         events = self.events
         if events.steps and not self._recorder.ops:
             raise CaptureError("Nothing of a step was seen on the device. Describe what the objective runs: build=...")
+        if not events.steps and self.leaves_out:
+            raise LeftOutError(f"The objective made no step: {self.unseen or 'micro-batches of it were left out'}.")
         if not events.steps:
             learns = any(op.phase is Phase.BACKWARD for op in self._recorder.ops)
             why = " Values are 0 in a dry run, so a step that depends on one, as in `if norm > 0`, is left out." if learns else ""

@@ -28,7 +28,7 @@ from perfguard.graph.costs import (
     name_of,
 )
 from perfguard.graph.op import Life, Op, Phase, Storage, StorageKind
-from perfguard.graph.repetition import Place, Repetition, are_alike
+from perfguard.graph.repetition import Place, Repetition, are_alike, forward_bytes
 from perfguard.graph.selections import Selections, is_mask
 from perfguard.graph.shape_rules import META, is_meta, outputs_of
 from perfguard.pytorch import path_inside
@@ -154,6 +154,8 @@ class Recorder(TorchDispatchMode):
         """Storages that were made in a pause, and the number of operators within which one that dies has stood for a copy."""
         self._foreseen_deaths: dict[int, int] = {}
         """When storages die whose own death falls into a pause."""
+        self._since_copy: list[int] = []
+        """Storages that operators have made since the latest copy was written down."""
         self.selections = Selections(self.index_of)
         self.on_write: Callable[[Sequence[torch.Tensor]], object] = lambda _: None
         """Called with what an operator has written to, if it is in no backward pass."""
@@ -275,6 +277,11 @@ class Recorder(TorchDispatchMode):
         self._bury()
         return Place(len(self.ops), len(self._lives))
 
+    def are_dead(self, indices: Iterable[int]) -> bool:
+        """Whether no storage of these indices is alive."""
+        self._bury()
+        return self._references.keys().isdisjoint(indices)
+
     def repetition(self, start: Place, middle: Place) -> Repetition | None:
         """Return the repetition of what ran since ``middle``, if that is like what ran from ``start`` on."""
         end = self.place
@@ -290,6 +297,12 @@ class Recorder(TorchDispatchMode):
         self._bury()
         self._paused = repetition
         self._foreseen_deaths |= repetition.append()
+        self._since_copy.clear()
+
+    @property
+    def num_bytes_in_pause(self) -> int:
+        """What forward work has made since the latest copy was written down, but for inputs."""
+        return forward_bytes(self._lives[index] for index in self._since_copy)
 
     def go_on(self) -> None:
         """Write down what runs. What is there takes the place of what the copy has left."""
@@ -366,8 +379,10 @@ class Recorder(TorchDispatchMode):
         if not inputs and not outputs:
             return
         if self._paused is not None:
+            known = len(self._lives)
             for tensor in (*inputs, *outputs):
                 self.index_of(tensor)
+            self._since_copy += range(known, len(self._lives))
             self._views = 0
             return
         read = tuple(dict.fromkeys(self.index_of(tensor, birth=self._birth_of_unseen) for tensor in inputs))

@@ -9,10 +9,10 @@ there to ``end``: the same operators, on storages made in the same order. A copy
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from perfguard.graph.op import Life, Op, StorageKind
+from perfguard.graph.op import Life, Op, Phase, StorageKind
 
 
 class Place(NamedTuple):
@@ -57,6 +57,10 @@ class Repetition:
         """Indices of the storages of the latest copy, or of what is copied."""
         return range(self._first_of_latest, self._first_of_latest + len(self._own_lives))
 
+    def num_bytes_beside(self, indices: Set[int]) -> int:
+        """Bytes that forward work has made in what is copied, but for inputs and storages of these ``indices``."""
+        return forward_bytes(life for index, life in enumerate(self._own_lives, self._middle.num_lives) if index not in indices)
+
     def append(self) -> dict[int, int]:
         """Append a copy. Return when the storages die that it and what is copied have made, by their indices."""
         deaths = {} if self._has_copies else self._deaths(self._middle)
@@ -94,6 +98,11 @@ class Repetition:
 
     def _deaths(self, begin: Place) -> dict[int, int]:
         return {begin.num_lives + at: begin.num_ops + after for at, after in enumerate(self._ends_after) if after is not None}
+
+
+def forward_bytes(lives: Iterable[Life]) -> int:
+    """Bytes of the storages that forward work has made, but for inputs."""
+    return sum(life.num_bytes for life in lives if life.birth_phase is Phase.FORWARD and life.kind is not StorageKind.INPUT)
 
 
 def are_alike(ops: Sequence[Op], lives: Sequence[Life], start: Place, middle: Place, end: Place) -> bool:

@@ -245,3 +245,75 @@ def test_a_batch_with_gradients_is_never_left_out() -> None:
     few, _ = runs_of(attacked, replays=True)
     assert shown(few.graph) == shown(whole.graph)
     assert few.steps == whole.steps
+
+
+def penalized() -> None:
+    """The gradient of a gradient, of all micro-batches at once."""
+    model = Model().cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(6):
+        total = torch.zeros((), device="cuda")
+        for _ in range(PASSES):
+            scale = torch.ones((), device="cuda", requires_grad=True)
+            loss = (model(torch.randn(32, 64).cuda()) * scale).square().mean()
+            (gradient,) = torch.autograd.grad(loss, [scale], create_graph=True)
+            total = total + loss + gradient.square()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weighted() -> None:
+    """Losses whose gradients are looked at before they are added up."""
+    model = Model().cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(6):
+        losses = []
+        for _ in range(PASSES):
+            losses.append(model(torch.randn(32, 64).cuda()).square().mean())
+            torch.autograd.grad(losses[-1], [model.layers[-1].weight], retain_graph=True)
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def probed() -> None:
+    """A head learns from each output, and the model from all of them."""
+    model, head = Model().cuda(), nn.Linear(10, 4).cuda()
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+    for _ in range(6):
+        outputs = []
+        for _ in range(PASSES):
+            outputs.append(model(torch.randn(32, 64).cuda()))
+            head(outputs[-1].detach()).square().mean().backward()
+        torch.cat(outputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("run", [penalized, weighted, probed])
+def test_graphs_that_outlive_their_micro_batches_are_recorded(run: Callable[[], object]) -> None:
+    whole, _ = runs_of(run, replays=False)
+    few, _ = runs_of(run, replays=True)
+    assert shown(few.graph) == shown(whole.graph)
+
+
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_a_step_whose_later_micro_batches_have_a_larger_loss_is_dry_run_whole(first_step: int) -> None:
+    def objective(_: object) -> None:
+        model = Model().cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(6):
+            for at in range(PASSES):
+                out = model(torch.randn(32, 64).cuda()).reshape(-1, 1)
+                is_larger = step >= first_step and PASSES - 4 < at < PASSES - 1
+                loss = (out - out.T).square().mean() if is_larger else out.square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    dry_runs = DryRuns(objective, A100)
+    found = dry_runs.capture(lambda *_: pytest.fail("it has no parameters"), {})
+    dry_runs.close()
+    whole, _ = runs_of(lambda: objective(None), replays=False)
+    assert shown(found.graph) == shown(whole.graph)
