@@ -126,57 +126,81 @@ class HostTensors(TorchDispatchMode):
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
             given = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in given):
-            if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
-                return self._copied(args[0], kwargs)
-            if (
-                self.use.has_offloaded(given)
-                and func.namespace == "aten"
-                and not func.is_view
-                and func is not aten._local_scalar_dense.default
-            ):
-                return self._of_offloaded(func, args, kwargs)
-            if not given and _is_meta_device(kwargs.get("device")):
-                return self.values.run(func, args, kwargs, self.recorder.record)
-            is_work = self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)
-            if not is_work:  # else the host is the device, and what a model computes is its work
-                return self._on_host(func, args, kwargs, given)
+            found = self._run_beside(func, args, kwargs, given)
+            if found is not _GO_ON:
+                return found
         if is_collective(func):
             return run_collective(self.recorder, func, args, kwargs)
-        if func is aten._local_scalar_dense.default:
-            return self.values.read(args[0]).item() or self.recorder.selections.are_some(args[0])
-        if func in (aten.equal.default, aten.allclose.default):
-            return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
-        if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
-            found = self._come_back(args[0], kwargs.get("dtype") or args[0].dtype)
-            return self.use.keep(found, is_pinned=kwargs.get("non_blocking", False))  # PyTorch pins where it need not wait
-        if func is aten.copy_.default:
-            if not args[0].is_meta:
-                return self.use.keep(args[0])
-            if not args[1].is_meta:  # it goes to its place at once, as the weights of a file do
-                return self.values.run(func, args, kwargs, self.recorder.record)
-        if func is aten.index.Tensor:
-            args = args[0], [part for index in args[1] for part in self._positions(index)]
-        if func is aten._ctc_loss.Tensor:  # its kernel reads the lengths
-            func, args = aten._ctc_loss.default, (*args[:2], *(self.values.read(x).tolist() for x in args[2:4]), *args[4:])
-        if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
-            parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
-            func, kwargs = torch.ops.perfguard.fused_optimizer_.default, {}
-            args = parameters, gradients, [*itertools.chain(*state)]
+        rule = _OPERATOR_RULES.get(func)
+        if rule is not None and (found := rule(self, func, args, kwargs)) is not _GO_ON:
+            return found
+        func, args, kwargs = self._as_on_device(func, args, kwargs)
         writes_to_host = bool(operator_of(func).writes) and isinstance(args[0], torch.Tensor) and not args[0].is_meta
         if writes_to_host and all(self.values.are_known(tensor) for tensor in given if tensor.is_meta):
             return func(*tree_map_only(torch.Tensor, self.values.read, args), **kwargs)  # a permutation, for instance
         if any(not tensor.is_meta and tensor.dim() for tensor in given) and func not in _READING_LENGTHS:
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
         if self.in_forward and self._unread:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.is_meta and tensor.untyped_storage() in self._unread:
-                    del self._unread[tensor.untyped_storage()]
-                    self.recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
-                    if self.awaits_batch and tensor.dim() > 1:  # DDP reads a list of its parameters
-                        self.awaits_batch = False
-                        is_text = tensor.dim() == 2 and not tensor.is_floating_point()
-                        self.batches.append((len(tensor), tensor.numel() if is_text else 0))
+            self._note_inputs(tensors_in((args, kwargs)))
         return self.values.run(func, args, kwargs, self.recorder.record)
+
+    def _run_beside(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
+        """Run an operator that reads nothing of the device, unless it is work of the guarded CPU."""
+        makes_on_device = _is_meta_device(kwargs.get("device"))
+        if func is aten._to_copy.default and makes_on_device:
+            return self._copied(args[0], kwargs)
+        computes = func.namespace == "aten" and not func.is_view and func is not aten._local_scalar_dense.default
+        if computes and self.use.has_offloaded(given):
+            return self._of_offloaded(func, args, kwargs)
+        if not given and makes_on_device:
+            return self.values.run(func, args, kwargs, self.recorder.record)
+        is_work = self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)
+        return _GO_ON if is_work else self._on_host(func, args, kwargs, given)
+
+    def read_number(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the value of `x.item()`."""
+        return self.values.read(args[0]).item() or self.recorder.selections.are_some(args[0])
+
+    def compare(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compare two tensors, which are equal if their values are known and are."""
+        return all(map(self.values.are_known, args[:2])) and func(*map(self.values.read, args[:2]), *args[2:], **kwargs)
+
+    def copy_back(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the host gets of a tensor of the device."""
+        if not args[0].is_meta or getattr(kwargs.get("device"), "type", "meta") == "meta":
+            return _GO_ON
+        found = self._come_back(args[0], kwargs.get("dtype") or args[0].dtype)
+        return self.use.keep(found, is_pinned=kwargs.get("non_blocking", False))  # PyTorch pins where it need not wait
+
+    def copy_into(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Copy to the host, or to its place on the device at once, as the weights of a file."""
+        if not args[0].is_meta:
+            return self.use.keep(args[0])
+        return _GO_ON if args[1].is_meta else self.values.run(func, args, kwargs, self.recorder.record)
+
+    def _as_on_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Return the operator and its arguments as kernels of the device get them."""
+        if func is aten.index.Tensor:
+            return func, (args[0], [part for index in args[1] for part in self._positions(index)]), kwargs
+        if func is aten._ctc_loss.Tensor:  # its kernel reads the lengths
+            lengths = (self.values.read(x).tolist() for x in args[2:4])
+            return aten._ctc_loss.default, (*args[:2], *lengths, *args[4:]), kwargs
+        if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
+            parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
+            return torch.ops.perfguard.fused_optimizer_.default, (parameters, gradients, [*itertools.chain(*state)]), {}
+        return func, args, kwargs
+
+    def _note_inputs(self, given: Sequence[torch.Tensor]) -> None:
+        """Note which tensors of a batch a model reads, and how many samples and tokens the first of them has."""
+        for tensor in given:
+            if not tensor.is_meta or tensor.untyped_storage() not in self._unread:
+                continue
+            del self._unread[tensor.untyped_storage()]
+            self.recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
+            if self.awaits_batch and tensor.dim() > 1:  # DDP reads a list of its parameters
+                self.awaits_batch = False
+                is_text = tensor.dim() == 2 and not tensor.is_floating_point()
+                self.batches.append((len(tensor), tensor.numel() if is_text else 0))
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
         """Run an operator on the host. What is too large for it is blank."""
@@ -281,6 +305,18 @@ class HostTensors(TorchDispatchMode):
             if tensor.numel() <= self.values.most_elements and not (tensor.is_cuda or self.blanks.has([tensor])):
                 self.values.remember(twin, tensor.clone())  # a clone does not keep what the twin lives as long as
         return views[place]
+
+
+_GO_ON = object()
+"""What a rule returns that leaves the rest to the others."""
+_OPERATOR_RULES: dict[Any, Callable[[HostTensors, Any, Any, Any], Any]] = {
+    aten._local_scalar_dense.default: HostTensors.read_number,
+    aten.equal.default: HostTensors.compare,
+    aten.allclose.default: HostTensors.compare,
+    aten._to_copy.default: HostTensors.copy_back,
+    aten.copy_.default: HostTensors.copy_into,
+}
+"""What is answered in the place of an operator that reads something of the device."""
 
 
 @functools.cache
@@ -526,8 +562,6 @@ _OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
 _VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__format__}
 _FROM_DATA = {torch.tensor, torch.as_tensor}
 _CONDITIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
-_GO_ON = object()
-"""What a rule returns that leaves the rest to the others."""
 _RULES: dict[Any, Callable[[Placement, _Call], Any]] = {
     torch.device: Placement.device_named,
     **dict.fromkeys(_BACKWARD, Placement.backward),
