@@ -379,10 +379,10 @@ class Recorder(TorchDispatchMode):
         if not inputs and not outputs:
             return
         if self._paused is not None:
-            first = len(self._lives)
+            first_made = len(self._lives)
             for tensor in (*inputs, *outputs):
                 self.index_of(tensor)
-            self._since_copy += range(first, len(self._lives))
+            self._since_copy += range(first_made, len(self._lives))
             self._views = 0
             return
         read = tuple(dict.fromkeys(self.index_of(tensor, birth=self._birth_of_unseen) for tensor in inputs))
