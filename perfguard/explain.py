@@ -131,6 +131,6 @@ def find_trial(records: Sequence[TrialRecord], trial: str, *, title: str) -> Tri
 def _known_trials(records: Sequence[TrialRecord]) -> str:
     numbers = sorted({record.number for record in records if record.number is not None})
     if numbers:
-        return f"Its {len(numbers):,} trials that were judged and have ended are from {numbers[0]} to {numbers[-1]}."
+        return f"Its {len(numbers):,} trials that have ended are from {numbers[0]} to {numbers[-1]}."
     names = [record.trial_id for record in records if record.trial_id]
     return f"It has {', '.join(map(repr, names[-5:]))}." if names else "It has no trial yet."

@@ -6,8 +6,9 @@
     if step >= n: break              likewise
     if args.dry_run: break           never, while it is false
 
-`n` is made of names, attributes, numbers and arithmetic. The steps are the product of the loops around a step. A loop that ends
-by a counter must be the only one. Where a loop has any other end, nothing is said.
+`n` is made of names, attributes, numbers and arithmetic. The steps are the product of the loops around a step, divided by the
+rounds of the innermost one from one step to the next, as `if i % 8 == 0` makes them. A loop that ends by a counter must be the
+only one. Where a loop has any other end, or other rounds in each round of a loop around it, nothing is said.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from perfguard.capture.stops import Loop, assigned, exits_of, frames_of_user, loops_around
+from perfguard.capture.stops import Loop, assigned, exits_of, frames_of_user, loops_around, names_in
 
 _MORE_ROUNDS = {ast.Lt: 0, ast.NotEq: 0, ast.LtE: 1}
 """Of `while counter < bound`: rounds beyond bound - counter."""
@@ -39,6 +40,8 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"int": int, "len": len, "max": max, "min": min}
+_MAKING_RANGES = {"range", "trange"}
+_SHOWING_PROGRESS = {"tqdm", "track", "progress_bar", "progressbar", "master_bar", "alive_it"}
 _STEPS_SEEN = 3
 
 
@@ -53,12 +56,22 @@ class _Head:
     loop: Loop
     rounds: list[int] = field(default_factory=list)
     """Of a loop over a range."""
+    rounds_before: list[int] = field(default_factory=list)
+    """Those that had ended at each step."""
     counts: dict[ast.Compare, list[tuple[float, float]]] = field(default_factory=dict)
     """Counter and bound of each condition that ends the loop."""
 
     def steps_by_count(self) -> int | None:
         """Return after how many steps a counter ends the loop. None: it has none."""
         return min((_steps_of(test, values) for test, values in self.counts.items()), default=None)
+
+    def rounds_of_a_step(self) -> int:
+        """Return the rounds of a loop over a range from one step to the next."""
+        rounds = self.rounds[0]
+        grown = {(later - earlier) % rounds for earlier, later in itertools.pairwise(self.rounds_before)}
+        if len(grown) != 1 or grown == {0}:
+            raise UnreadableError
+        return grown.pop()
 
 
 class LoopHeads:
@@ -77,18 +90,22 @@ class LoopHeads:
         self._num_steps += 1
         try:
             for frame in reversed([*frames_of_user()]):
-                for head in self._heads_of(frame):
+                for head in self._heads_in(frame):
                     _read(head, frame)
         except Exception:  # what is read are objects of the user's
             self._problem = True
 
-    def _heads_of(self, frame: FrameType) -> list[_Head]:
+    def _heads_in(self, frame: FrameType) -> list[_Head]:
         code = frame.f_code
-        place = code.co_filename, code.co_firstlineno
-        if place not in self._heads:
-            loops = loops_around(code.co_filename, {frame.f_lineno})
-            self._heads[place] = [_Head(loop) for loop in loops if loop.lineno >= code.co_firstlineno]
-        return self._heads[place]
+        around = loops_around(code.co_filename, {frame.f_lineno})
+        loops = [loop for loop in around if loop.lineno >= code.co_firstlineno]
+        heads = self._heads.setdefault((code.co_filename, code.co_firstlineno), [_Head(loop) for loop in loops])
+        if [head.loop for head in heads] != loops:  # a step of another loop
+            raise UnreadableError
+        for outer, inner in itertools.pairwise(loops):
+            if isinstance(inner, ast.For) and _range_of(inner.iter, frame) and assigned(outer) & names_in(inner.iter):
+                raise UnreadableError
+        return heads
 
     def steps(self, per_epoch: int | None) -> int | None:
         """Return the steps of the trial. None: the heads of its loops do not say it.
@@ -104,19 +121,27 @@ class LoopHeads:
             counted = [steps for head in heads if (steps := head.steps_by_count()) is not None]
             if len(fed) != (per_epoch is not None) or (counted and len(heads) > 1):
                 return None
-            ranges = [rounds for head in heads for rounds in head.rounds[:1]]
+            ranges = [head for head in heads if head.rounds]
+            several = [head for head in ranges if head.rounds[0] > 1]
+            of_a_step = several[-1].rounds_of_a_step() if several and not fed else 1
+            rounds = math.prod(head.rounds[0] for head in ranges) * (per_epoch or 1) // of_a_step
             if counted:
-                return min(*counted, *ranges) if ranges else min(counted)
+                return min(*counted, rounds) if ranges else min(counted)
             if len(ranges) + len(fed) == len(heads):
-                return math.prod(ranges) * (per_epoch or 1)
+                return rounds
         return None
 
 
 def _read(head: _Head, frame: FrameType) -> None:
     loop = head.loop
     if isinstance(loop, ast.For):
-        with suppress(UnreadableError):  # a loader
-            head.rounds.append(_rounds_of(loop.iter, frame))
+        numbers = _range_of(loop.iter, frame)
+        if numbers is not None:
+            head.rounds.append(len(numbers))
+            if assigned(loop.target).isdisjoint(
+                set().union(*map(assigned, loop.body))
+            ):  # else a loop within it has the same name
+                head.rounds_before.append(numbers.index(_value(loop.target, frame)))
     tests = [loop.test] if isinstance(loop, ast.While) and not _is_true(loop.test) else []
     for test in [*tests, *_tests_of_exits(loop)]:
         if isinstance(test, ast.Compare):
@@ -148,6 +173,8 @@ def _steps_of(test: ast.Compare, values: list[tuple[float, float]]) -> int:
     if growth <= 0:
         raise UnreadableError
     counter, bound = values[0]
+    if not counter < bound + more < math.inf:  # -1 or infinity, for instance: the loop has another end
+        raise UnreadableError
     return math.ceil((bound + more - counter) / growth)
 
 
@@ -155,18 +182,21 @@ def _is_true(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and bool(test.value)
 
 
-def _rounds_of(iterated: ast.expr, frame: FrameType) -> int:
-    """Rounds of a loop over a range, or over what shows the progress of one."""
+def _range_of(iterated: ast.expr, frame: FrameType) -> range | None:
+    """Return the range that a loop is over, or that of what shows its progress. None: it is over something else."""
     if isinstance(iterated, (ast.Name, ast.Attribute)):
         value = _value(iterated, frame)
-        if isinstance(value, range):
-            return len(value)
+        return value if isinstance(value, range) else None
+    if _MAKING_RANGES.isdisjoint(names_in(iterated)):
+        return None
     if not isinstance(iterated, ast.Call) or not iterated.args:
         raise UnreadableError
     name = ast.unparse(iterated.func).rpartition(".")[-1]
-    if name in ("range", "trange"):
-        return len(range(*(int(_value(each, frame)) for each in iterated.args)))
-    return _rounds_of(iterated.args[0], frame)  # tqdm, for instance
+    if name in _MAKING_RANGES:
+        return range(*(int(_value(each, frame)) for each in iterated.args))
+    if name not in _SHOWING_PROGRESS:  # `random.sample(range(n), 5)`, for instance
+        raise UnreadableError
+    return _range_of(iterated.args[0], frame)
 
 
 def _number(node: ast.expr, frame: FrameType) -> float:

@@ -105,7 +105,7 @@ def _exit_by_value(loop: Loop, values: Set[int]) -> int | None:
     def depends(node: ast.AST | None) -> bool:
         return node is not None and (
             any(node.lineno <= line <= node.end_lineno for line in values)  # type: ignore[attr-defined]
-            or not dependent.isdisjoint(_names(node))
+            or not dependent.isdisjoint(names_in(node))
         )
 
     number = -1
@@ -131,7 +131,7 @@ def _ends_by_count(loop: Loop, within: Loop) -> bool:
     tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and not exits.isdisjoint(ast.walk(node))]
     if isinstance(loop, ast.While):
         tests.append(loop.test)
-    return any(not counted.isdisjoint(_names(test)) for test in tests if test not in of_within)
+    return any(not counted.isdisjoint(names_in(test)) for test in tests if test not in of_within)
 
 
 def exits_of(loop: Loop) -> set[ast.AST]:
@@ -154,7 +154,8 @@ def _is_no_stop(test: ast.expr) -> bool:
     return any(name in ast.unparse(test) for name in _NO_STOPS)
 
 
-def _names(node: ast.AST) -> set[str]:
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names, attributes and items in ``node``."""
     return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))}
 
 

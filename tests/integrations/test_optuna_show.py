@@ -96,7 +96,7 @@ def test_a_trial_of_a_study_is_explained_by_the_number_that_it_got(
     assert lines[-1]["median"] == pytest.approx(study.trials[1].user_attrs["perfguard:memory_predicted_bytes"])
     assert len(study.trials[1].user_attrs["perfguard:account"]) < 2000, "a study has thousands of trials"
     assert main(["explain", "99", str(folder / "study.db")]) == 2
-    assert "has no trial '99'. Its 8 trials that were judged and have ended are from 0 to 7." in capsys.readouterr().err
+    assert "has no trial '99'. Its 8 trials that have ended are from 0 to 7." in capsys.readouterr().err
 
 
 def test_the_pictures_have_every_trial(study: optuna.Study) -> None:

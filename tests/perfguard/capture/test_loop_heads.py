@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 import weakref
 from argparse import Namespace
@@ -106,6 +107,20 @@ def with_a_switch(step: Callable[[], None]) -> None:
             break
 
 
+def every_eighth_round(step: Callable[[], None]) -> None:
+    for number in range(args.steps):
+        if (number + 1) % 8 == 0:
+            step()
+
+
+def every_eighth_round_until_a_break(step: Callable[[], None]) -> None:
+    for number in range(10**9):
+        if number >= args.steps:
+            break
+        if number % 8 == 0:
+            step()
+
+
 def in_functions(step: Callable[[], None]) -> None:
     def an_epoch() -> None:
         for _ in range(20):
@@ -120,7 +135,8 @@ def in_functions(step: Callable[[], None]) -> None:
     [
         (over_a_range, 1000), (from_the_middle, 504), (with_progress, 1000), (with_progress_by_name, 1000),
         (in_a_range_of_ranges, 280), (while_it_counts, 225), (while_it_is_not_above, 1000), (until_a_break, 1001),
-        (until_the_first_of_two, 1000), (with_a_switch, 1000), (in_functions, 140),
+        (until_the_first_of_two, 1000), (with_a_switch, 1000), (in_functions, 140), (every_eighth_round, 125),
+        (every_eighth_round_until_a_break, 125),
     ],
 )  # fmt: skip
 def test_a_head_that_counts_says_the_steps(
@@ -190,9 +206,51 @@ def with_counters_in_each(step: Callable[[], None]) -> None:
             number += 1
 
 
+def with_two_steps_a_round(step: Callable[[], None]) -> None:
+    for _ in range(args.steps):
+        step()
+        step()
+
+
+def until_a_bound_that_is_never_reached(step: Callable[[], None]) -> None:
+    most = float("inf")
+    for number in range(args.steps):
+        if number >= most:
+            break
+        step()
+
+
+def until_a_bound_that_stands_for_none(step: Callable[[], None]) -> None:
+    most = -1
+    for number in range(args.steps):
+        if number == most:
+            break
+        step()
+
+
+def over_a_sample_of_a_range(step: Callable[[], None]) -> None:
+    for _ in random.sample(range(args.steps), 10):
+        step()
+
+
+def over_a_range_that_grows(step: Callable[[], None]) -> None:
+    for epoch in range(args.epochs):
+        for _ in range(10 * (epoch + 1)):
+            step()
+
+
+def in_one_loop_after_another(step: Callable[[], None]) -> None:
+    for _ in range(2):
+        step()
+    for _ in range(args.steps):
+        step()
+
+
 @pytest.mark.parametrize(
     "loop",
     [
+        with_two_steps_a_round, until_a_bound_that_is_never_reached, until_a_bound_that_stands_for_none,
+        over_a_sample_of_a_range, over_a_range_that_grows, in_one_loop_after_another,
         until_it_is_late, while_a_flag_holds, by_a_growing_bound, by_uneven_steps, over_what_has_no_length,
         with_counters_in_each,
     ],

@@ -95,7 +95,7 @@ def test_people_get_a_table_and_a_picture(log: str, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["9"], "has no trial '9'. Its 6 trials that were judged and have ended are from 0 to 5."),
+        (["9"], "has no trial '9'. Its 6 trials that have ended are from 0 to 5."),
         (["0", "--study", "no"], "has no decision of study 'no'. It has 's'."),
         (["0", "--quantity", "energy"], "Trial 0 has no account of peak memory".replace("peak memory", "energy")),
         (["5"], "Trial 5 has no prediction to explain: not judged: a test."),
