@@ -58,14 +58,6 @@ class _Cancelled(BaseException):
     """Ends an objective whose next answers are known: what it shows is known too."""
 
 
-class SelfEnded(CaptureError):
-    """The objective ends the trial before its first step, as it may with these parameters and not with others."""
-
-
-class LeftOutError(CaptureError):
-    """An error of an objective that may come from a micro-batch that was left out: it has looked at what only a model does."""
-
-
 def can_fork() -> bool:
     """Whether this system has a fork. Windows has none."""
     return hasattr(os, "fork")

@@ -33,8 +33,6 @@ from perfguard.capture.child import (
     HAS_SENT,
     Answer,
     Ask,
-    LeftOutError,
-    SelfEnded,
     autograd_refuses_forks,
     await_child,
     can_fork,
@@ -47,6 +45,7 @@ from perfguard.capture.child import (
     limit_stalls,
     silence_output,
 )
+from perfguard.capture.errors import LeftOutError, SelfEnded
 from perfguard.capture.remembered import Remembered
 from perfguard.capture.seal import adopt_orphans, remove_scratch
 from perfguard.capture.spawned import Spawned

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perfguard.capture.alike import Alike
-from perfguard.capture.child import Answer, SelfEnded
+from perfguard.capture.child import Answer
+from perfguard.capture.errors import SelfEnded
 from perfguard.capture.seal import StartsTrainingError
 from perfguard.exceptions import CaptureError
 from perfguard.last_used import LastUsed

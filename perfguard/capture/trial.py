@@ -24,8 +24,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from perfguard.capture.blanks import Blanks
-from perfguard.capture.child import LeftOutError
 from perfguard.capture.deepspeed_engine import engines_in
+from perfguard.capture.errors import LeftOutError
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loop_heads import LoopHeads
 from perfguard.capture.loops import Generations

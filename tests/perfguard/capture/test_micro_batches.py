@@ -271,7 +271,7 @@ def weighted() -> None:
         losses = []
         for _ in range(PASSES):
             losses.append(model(torch.randn(32, 64).cuda()).square().mean())
-            torch.autograd.grad(losses[-1], [model.layers[-1].weight], retain_graph=True)
+            torch.autograd.grad(losses[-1], [*model.layers[-1].parameters()][:1], retain_graph=True)
         torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
