@@ -281,7 +281,7 @@ class HostTensors(TorchDispatchMode):
 
     def move(self, tensor: torch.Tensor) -> None:
         """Put a tensor of the host on the device. It stays the same object, unless something else holds on to it."""
-        if tensor.is_meta or not tensor.is_floating_point() or not tensor.is_leaf:
+        if tensor.is_meta or not tensor.is_floating_point() or not tensor.is_leaf or self.use.has_offloaded(tensor):
             return
         with _disable_current_modes(), torch._C.DisableTorchFunction(), suppress(RuntimeError):
             _set_data(tensor, self._twin(tensor))
