@@ -144,10 +144,9 @@ def test_gpus_of_a_node_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -
     assert OpGraph.from_bytes(graph.to_bytes()).ops == graph.ops
 
 
-def test_links_are_no_part_of_a_devices_identity_and_older_logs_do_not_have_them() -> None:
+def test_links_are_no_part_of_a_devices_identity_and_a_log_has_them() -> None:
     there = H100.with_network(50e9)
     assert there.identity == H100.identity
-    older = device_row(there).values["data"].replace("link_bytes_per_s", "of_another_version")
-    assert device_from_json(older) == replace(there, link_bytes_per_s=0.0)
+    assert device_from_json(device_row(there).values["data"]) == there
     with pytest.raises(ConfigurationError, match=r"network_bytes_per_s of 'h100-sxm-80gb' must be finite and not negative"):
         H100.with_network(-1.0)
