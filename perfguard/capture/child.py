@@ -105,6 +105,17 @@ def fork(*, keeps_autograd: bool) -> int:
     return process
 
 
+def load_stage() -> None:
+    """Import what each dry run needs, and let this process :func:`compute_alone`.
+
+    PyTorch loads its compiler with the first optimizer, and keeps alive what is on the stack then.
+    """
+
+    import perfguard.capture.trial  # noqa: F401
+
+    compute_alone()
+
+
 def compute_alone() -> None:
     """Let this process, which is thrown away, compute in one thread, whatever its code asks for.
 

@@ -37,12 +37,12 @@ from perfguard.capture.child import (
     await_child,
     can_fork,
     child_sealed,
-    compute_alone,
     dry_run,
     end_orphans,
     fork,
     kill_tree,
     limit_stalls,
+    load_stage,
     silence_output,
 )
 from perfguard.capture.errors import LeftOutError, SelfEnded
@@ -336,11 +336,9 @@ def _serve(
     try:
         os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees
         silence_output()
-        import safetensors.torch  # noqa: F401 - the children find it imported, and the next one
+        import safetensors.torch  # noqa: F401 - the children find it imported
 
-        import perfguard.capture.trial  # noqa: F401
-
-        compute_alone()
+        load_stage()
         gc.freeze()
         adopt_orphans()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

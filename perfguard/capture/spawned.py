@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from perfguard.capture.child import beyond_limits, child_sealed, compute_alone, dry_run, limit_stalls, silence_output
+from perfguard.capture.child import beyond_limits, child_sealed, dry_run, limit_stalls, load_stage, silence_output
 from perfguard.capture.held import held_bytes
 from perfguard.capture.seal import Seal, remove_scratch
 from perfguard.exceptions import CaptureError
@@ -199,10 +199,7 @@ def _make_dry_run(pipe: Connection, seal: Seal) -> None:
     device: Any = None
     try:
         settings, objective, device = pickle.loads(inbox.get())
-
-        import perfguard.capture.trial  # noqa: F401
-
-        compute_alone()
+        load_stage()
         _have(settings)
     except BaseException as error:
         words = f"{type(error).__name__}: {error}"

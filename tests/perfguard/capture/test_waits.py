@@ -27,6 +27,7 @@ from perfguard.capture.seal import RUNGS, Rung, inherited, ladder
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
 from perfguard.workload import CapturedTrial
+from tests.warm import run_fresh
 
 CPU = resolve_device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its children are Linux's")
@@ -262,3 +263,23 @@ def test_a_program_that_prepares_is_no_program_that_trains(dry: Callable[..., Dr
 
     assert dry(objective).capture(no_params).unseen == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_dry_run_finds_the_compiler_of_pytorch_loaded(forks: bool) -> None:
+    """Its import takes a second or two, and would be paid in each dry run that makes an optimizer."""
+    code = f"""
+import sys
+from perfguard.capture import Answer, DryRuns, dry_runs
+from perfguard.devices import resolve_device
+dry_runs.can_fork = lambda: {forks}
+asked = []
+runs = DryRuns(lambda ask: ask("torch._dynamo" in sys.modules), resolve_device("a100"))
+try:
+    runs.capture(lambda is_loaded: asked.append(is_loaded) or Answer("x", 1))
+except Exception:
+    pass
+runs.close()
+print(asked, "torch._dynamo" in sys.modules)
+"""
+    assert run_fresh("-c", code).splitlines()[-1] == "[True] False"
