@@ -27,10 +27,8 @@ from typing import Any
 
 from perfguard.capture.stops import Loop, assigned, exits_of, frames_of_user, loops_around, names_in
 
-_MORE_ROUNDS = {ast.Lt: 0, ast.NotEq: 0, ast.LtE: 1}
-"""Of `while counter < bound`: rounds beyond bound - counter."""
-_MORE_ROUNDS_TO_BREAK = {ast.GtE: 0, ast.Eq: 0, ast.Gt: 1}
-"""Of `if counter >= bound: break`."""
+_MORE_ROUNDS = {ast.Lt: 0, ast.NotEq: 0, ast.LtE: 1, ast.GtE: 0, ast.Eq: 0, ast.Gt: 1}
+"""Of `while counter < bound`, and of `if counter >= bound: break`: rounds beyond bound - counter."""
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -165,7 +163,7 @@ def _tests_of_exits(loop: Loop) -> Iterator[ast.expr]:
 
 
 def _steps_of(test: ast.Compare, values: list[tuple[float, float]]) -> int:
-    more = (_MORE_ROUNDS | _MORE_ROUNDS_TO_BREAK).get(type(test.ops[0]))
+    more = _MORE_ROUNDS.get(type(test.ops[0]))
     grown = {later[0] - earlier[0] for earlier, later in itertools.pairwise(values)}
     if more is None or len(grown) != 1 or len({bound for _, bound in values}) != 1:
         raise UnreadableError

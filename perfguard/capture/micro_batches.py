@@ -79,17 +79,14 @@ class MicroBatches:
         """Whether this step has more than one."""
         return len(self._begun) > 1
 
-    def begin(self, model: int) -> None:
-        """Note that a forward pass with gradients of the model with this id is recorded."""
+    def begin_forward(self, model: int, *, evaluates: bool) -> None:
+        """Note that the model with this id begins to compute, and is recorded. It ``evaluates`` if it has no gradients."""
         place = self._recorder.place
-        if self._begun and not self._has_backward(self._begun[-1].place):
+        self._first_made = place.num_lives
+        if evaluates or (self._begun and not self._has_backward(self._begun[-1].place)):
             return
         self._begun.append(_MicroBatch(place, len(self._batches), self.key))
         self._number[model] += 1
-
-    def begin_forward(self) -> None:
-        """Note that a model begins to compute."""
-        self._first_made = self._recorder.place.num_lives
 
     def end_forward(self, output: Any) -> None:
         """Note what the model has returned."""

@@ -306,9 +306,7 @@ class Watch:
         if not evaluates:
             self._updates.begin_forward()
         if self._numbers and not self._replay.is_on:
-            self._micro_batches.begin_forward()
-        if self._numbers and not evaluates and not self._replay.is_on:
-            self._micro_batches.begin(id(module))
+            self._micro_batches.begin_forward(id(module), evaluates=evaluates)
             if self._micro_batches.are_many:
                 self._replay.follow_calls()
         self._look_for_more(evaluates, sum(tensor.numel() for tensor in tensors_in(args)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from perfguard import explain as accounts
 from perfguard.cli.predict import print_tables
-from perfguard.cli.subject import check_page
+from perfguard.cli.subject import add_records_arguments, check_page
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import SPECS, Quantity
 
@@ -22,13 +22,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard explain`` takes."""
     parser.description = "Print what each stage of a trial's prediction has changed, beside what was measured."
     parser.add_argument("trial", metavar="TRIAL", help="its number, or the tuner's own name of it, as in Ray Tune")
-    parser.add_argument(
-        "source",
-        nargs="?",
-        metavar="STUDY|LOG",
-        help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
-    )
-    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
+    add_records_arguments(parser)
     parser.add_argument("--plot", metavar="FILE.html", help="draw one of the accounts as a waterfall")
     parser.add_argument(
         "--quantity",

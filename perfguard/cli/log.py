@@ -337,13 +337,9 @@ def weights(arguments: argparse.Namespace) -> None:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard report`` takes."""
-    parser.add_argument(
-        "source",
-        nargs="?",
-        metavar="STUDY|LOG",
-        help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
-    )
-    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
+    from perfguard.cli.subject import add_records_arguments
+
+    add_records_arguments(parser)
     parser.add_argument("--out", default="report.html", metavar="FILE.html", help="the file to write (default: report.html)")
 
 

@@ -86,6 +86,17 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 
+def add_records_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words for where the records of trials are."""
+    parser.add_argument(
+        "source",
+        nargs="?",
+        metavar="STUDY|LOG",
+        help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
+    )
+    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
+
+
 def add_network_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--network``."""
     parser.add_argument(

@@ -45,7 +45,6 @@ class Repetition:
         """Operators from the beginning of a part to the death of each of its storages. None: it outlives the next part."""
         self._first_of_before = start.num_lives
         self._first_of_latest = middle.num_lives
-        self._has_copies = False
 
     @property
     def num_ops(self) -> int:
@@ -63,7 +62,8 @@ class Repetition:
 
     def append(self) -> dict[int, int]:
         """Append a copy. Return when the storages die that it and what is copied have made, by their indices."""
-        deaths = {} if self._has_copies else self._deaths(self._middle)
+        is_first = self._first_of_latest == self._middle.num_lives
+        deaths = self._deaths(self._middle) if is_first else {}
         place = Place(len(self._ops), len(self._lives))
         shift = place.num_ops - self._middle.num_ops
         for life, after in zip(self._own_lives, self._ends_after, strict=True):
@@ -80,7 +80,6 @@ class Repetition:
         for op in self._own_ops:
             self._ops.append(op._replace(inputs=tuple(map(moved, op.inputs)), outputs=tuple(map(moved, op.outputs))))
         self._first_of_latest = place.num_lives
-        self._has_copies = True
         return deaths | self._deaths(place)
 
     def end(self, there: Mapping[int, int]) -> None:
