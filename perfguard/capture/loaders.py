@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 
 from perfguard.capture import stage
+from perfguard.capture.buffers import most_held
 from perfguard.capture.fastai_learner import begun_anew
 from perfguard.capture.few_samples import ReadOnce
 from perfguard.capture.host import NO_LENGTH
-from perfguard.capture.loops import ITERATIONS, CutLoop, room_in_buffers
+from perfguard.capture.loops import ITERATIONS, CutLoop
 from perfguard.capture.stage import LoaderEvent
 from perfguard.capture.stopwatch import Stopwatch
 from perfguard.pytorch import objects_of
@@ -238,7 +239,7 @@ class Loaders:
         with suppress(*NO_LENGTH):
             loop.num_seen, loop.num_missing = latest.num_batches, max(0, len(loader) - latest.num_batches)
             if not loop.trains or self._num_epochs == 1:
-                loop.num_missing = int(min(loop.num_missing, room_in_buffers())) if loop.trains else loop.num_missing
+                loop.most_held = most_held() if loop.trains else math.inf
                 self.loops.append(loop)
 
     def _longest_batch(self, loader: Any) -> Any:

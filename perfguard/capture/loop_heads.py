@@ -139,15 +139,15 @@ def _read(head: _Head, frame: FrameType) -> None:
             if assigned(loop.target).isdisjoint(
                 set().union(*map(assigned, loop.body))
             ):  # else a loop within it has the same name
-                head.rounds_before.append(numbers.index(_value(loop.target, frame)))
+                head.rounds_before.append(numbers.index(value_in(loop.target, frame)))
     tests = [loop.test] if isinstance(loop, ast.While) and not _is_true(loop.test) else []
     for test in [*tests, *_tests_of_exits(loop)]:
         if isinstance(test, ast.Compare):
             if len(test.ops) != 1:
                 raise UnreadableError
-            values = _number(test.left, frame), _number(test.comparators[0], frame)
+            values = number_in(test.left, frame), number_in(test.comparators[0], frame)
             head.counts.setdefault(test, []).append(values)
-        elif not isinstance(test, (ast.Name, ast.Attribute)) or ast.unparse(test) in assigned(loop) or _value(test, frame):
+        elif not isinstance(test, (ast.Name, ast.Attribute)) or ast.unparse(test) in assigned(loop) or value_in(test, frame):
             raise UnreadableError
 
 
@@ -183,7 +183,7 @@ def _is_true(test: ast.expr) -> bool:
 def _range_of(iterated: ast.expr, frame: FrameType) -> range | None:
     """Return the range that a loop is over, or that of what shows its progress. None: it is over something else."""
     if isinstance(iterated, (ast.Name, ast.Attribute)):
-        value = _value(iterated, frame)
+        value = value_in(iterated, frame)
         return value if isinstance(value, range) else None
     if _MAKING_RANGES.isdisjoint(names_in(iterated)):
         return None
@@ -191,14 +191,19 @@ def _range_of(iterated: ast.expr, frame: FrameType) -> range | None:
         raise UnreadableError
     name = ast.unparse(iterated.func).rpartition(".")[-1]
     if name in _MAKING_RANGES:
-        return range(*(int(_value(each, frame)) for each in iterated.args))
+        return range(*(int(value_in(each, frame)) for each in iterated.args))
     if name not in _SHOWING_PROGRESS:  # `random.sample(range(n), 5)`, for instance
         raise UnreadableError
     return _range_of(iterated.args[0], frame)
 
 
-def _number(node: ast.expr, frame: FrameType) -> float:
-    value = _value(node, frame)
+def number_in(node: ast.expr, frame: FrameType) -> float:
+    """Return the number that an expression is worth in a frame.
+
+    Raises:
+        UnreadableError: if it is none.
+    """
+    value = value_in(node, frame)
     if type(value) not in (int, float):  # a tensor has a value that no dry run knows
         raise UnreadableError
     return float(value)
@@ -212,18 +217,24 @@ def _named(name: str, frame: FrameType) -> Any:
     return value
 
 
-def _value(node: ast.expr, frame: FrameType) -> Any:
-    """Return what an expression is worth in a frame, without calling anything of the user's."""
+def value_in(node: ast.expr, frame: FrameType) -> Any:
+    """Return what an expression is worth in a frame, without calling anything of the user's.
+
+    Raises:
+        UnreadableError: if that cannot be told so.
+    """
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
         return _named(node.id, frame)
     if isinstance(node, ast.Attribute):
-        return getattr(_value(node.value, frame), node.attr)
+        return getattr(value_in(node.value, frame), node.attr)
     if isinstance(node, ast.Subscript):
-        return _value(node.value, frame)[_value(node.slice, frame)]
+        return value_in(node.value, frame)[value_in(node.slice, frame)]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value_in(node.operand, frame)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_value(node.left, frame), _value(node.right, frame))
+        return _ARITHMETIC[type(node.op)](value_in(node.left, frame), value_in(node.right, frame))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords:
-        return _FUNCTIONS[node.func.id](*(_value(each, frame) for each in node.args))
+        return _FUNCTIONS[node.func.id](*(value_in(each, frame) for each in node.args))
     raise UnreadableError

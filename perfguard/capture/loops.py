@@ -9,12 +9,12 @@ An evaluation may keep its outputs on the device, and so may training. A generat
 
     missing = (n - k) (appended + sum joined) + max((n - k) max joined, (n / k - 1) derived)
 
-Training is judged by one of its first steps. There, what the loop will have kept at its last step is alive already.
+Training is judged by one of its first steps. There, what the loop will have kept at its last step is alive already. That is told
+from the first steps alone, so it does not depend on how many were seen. A buffer holds no more than its bound (`buffers.py`).
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import math
@@ -28,12 +28,11 @@ import torch
 
 from perfguard.graph.libraries import Replace
 from perfguard.graph.op import Life, Op, Phase
-from perfguard.graph.recorder import live_bytes, tensors_in
-from perfguard.graph.shape_rules import is_meta
-from perfguard.pytorch import objects_of
+from perfguard.graph.recorder import live_bytes
 
 ITERATIONS = 4
 """Enough to see what an iteration adds: the first may make what lasts, and whoever fetches ahead begins one later."""
+_NAME = "what a loop keeps"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +46,8 @@ class CutLoop:
     """Iterations that the trial makes beyond those."""
     is_used_after: bool = True
     """Whether what it keeps is read after it."""
+    most_held: float = math.inf
+    """The most tensors that what it fills can hold."""
     trains: bool = False
     """Whether it makes steps. Garbage is collected only after the first ones."""
 
@@ -55,17 +56,14 @@ class CutLoop:
 
         The step of training that is judged ends before ``looked_until`` operators.
         """
-        if len(self.begins_at) < 4 + self.trains or not (self.num_missing or self.trains):
+        if self.trains:
+            return self._missing_of_training(lives, looked_until)
+        if len(self.begins_at) < 4 or not self.num_missing:
             return []
         begins_at, ended = self.begins_at[-4:], self.begins_at[-1]
-        if self.trains:
-            begins_at = self.begins_at[1:-1]  # the first makes what lasts, the last may not have freed all
-        starts = [bisect_left(lives, at, key=lambda life: life.birth) for at in begins_at]  # in the order of births
-        born = [range(begin, until) for begin, until in itertools.pairwise(starts)]
-        appended = [{index for index in made if not _dies_before(lives[index], ended - 1)} for made in born]
-        joined: dict[int, int] = {}
-        if not self.trains:
-            joined, appended = _joined(ops[begins_at[1] : ended], lives, born, ended), appended[:2]
+        born = _born(lives, begins_at)
+        appended = [_kept_until(ended, made, lives) for made in born][:2]
+        joined = _joined(ops[begins_at[1] : ended], lives, born, ended)
         kept = sum(joined.values()) + min(sum(lives[index].num_bytes for index in made) for made in appended)
         if not kept:
             return []
@@ -74,21 +72,43 @@ class CutLoop:
         peak = max(self.num_missing * max(joined.values(), default=0), most * self.num_missing // self.num_seen)
         death = _last_death(holders | derived, lives)
         until = None if math.isinf(death) else max(int(death), ended)
-        name, num_bytes = "what a loop keeps", self.num_missing * kept + peak
-        if not self.trains:
-            return [Life(num_bytes, None, begins_at[2], until, name, Phase.FORWARD)]
-        at_last_step = max(0, self.num_seen + self.num_missing - 5) * kept  # what the first steps leave is there
+        return [Life(self.num_missing * kept + peak, None, begins_at[2], until, _NAME, Phase.FORWARD)]
+
+    def _missing_of_training(self, lives: Sequence[Life], looked_until: int) -> list[Life]:
+        ended = self.begins_at[-1]
+        of_first = [at for at in self.begins_at if at <= looked_until]
+        if len(of_first) < 5:
+            return []
+        looked = of_first[-1]
+        born = _born(lives, of_first[1:-1])  # the first makes what lasts, the last may not have freed all
+        appended = [_kept_until(looked, made, lives) for made in born]
+        kept = min(sum(lives[index].num_bytes for index in made) for made in appended)
+        if not kept:
+            return []
+        of_all = [_kept_until(ended, made, lives) for made in _born(lives, self.begins_at)]
+        held = sum(bool(made) for made in of_all)
+        is_full = not all(of_all[1:-1])  # a later iteration has left nothing behind for good
+        most = min(self.most_held, held + 1 if is_full else self.num_seen + self.num_missing)
+        at_end = int(max(0, min(most, self.most_held - 1) - held)) * kept  # no step has made another by then
+        at_last_step = int(max(0, most - (len(of_first) - 1))) * kept  # what the first steps leave is there
+        if not (at_end or at_last_step):
+            return []
+        death = _last_death(set().union(*of_all), lives)
+        until = None if math.isinf(death) else max(int(death), ended)
         return [
-            Life(at_last_step, None, self.begins_at[0], max(min(looked_until, ended) - 1, 0), name, Phase.FORWARD),
-            Life(num_bytes, None, ended, until, name, Phase.FORWARD),
+            Life(at_last_step, None, self.begins_at[0], max(min(looked_until, ended) - 1, 0), _NAME, Phase.FORWARD),
+            Life(at_end, None, ended, until, _NAME, Phase.FORWARD),
         ]
 
 
-def room_in_buffers() -> float:
-    """Return how many more tensors of the device fit into what is bounded, a `deque(maxlen=50)`. Infinity: nothing is."""
-    bounded = (each for each in objects_of(collections.deque) if each.maxlen is not None and each)
-    rooms = [each.maxlen - len(each) for each in bounded if any(map(is_meta, tensors_in(each[-1])))]
-    return min(rooms, default=math.inf)
+def _born(lives: Sequence[Life], begins_at: Sequence[int]) -> list[range]:
+    """Return the indices of the storages that are made in each iteration."""
+    starts = [bisect_left(lives, at, key=lambda life: life.birth) for at in begins_at]  # in the order of births
+    return [range(begin, until) for begin, until in itertools.pairwise(starts)]
+
+
+def _kept_until(at: int, made: Iterable[int], lives: Sequence[Life]) -> set[int]:
+    return {index for index in made if not _dies_before(lives[index], at - 1)}
 
 
 def _last_death(indices: Iterable[int], lives: Sequence[Life]) -> float:

@@ -20,6 +20,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from perfguard.capture.replay import Key, Replay
 from perfguard.graph.op import Phase
@@ -91,7 +92,8 @@ class MicroBatches:
     def end_forward(self, output: Any) -> None:
         """Note what the model has returned."""
         self._made.update(range(self._first_made, self._recorder.place.num_lives))
-        self._returned.update(self._recorder.index_of(tensor) for tensor in tensors_in(output) if tensor.is_meta)
+        of_device = (tensor for tensor in tensors_in(output) if tensor.is_meta and not is_functorch_wrapped_tensor(tensor))
+        self._returned.update(self._recorder.index_of(tensor) for tensor in of_device)
 
     def _has_backward(self, since: Place) -> bool:
         return any(op.phase is Phase.BACKWARD for op in self._recorder.ops[since.num_ops :])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -512,6 +513,19 @@ class Placement(TorchFunctionMode):
         for tensor in () if self._names_gpu else tensors_in(args):
             if tensor.requires_grad:
                 self._host.move(tensor)
+
+    def placing_inputs(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the inputs of what `torch.func` transforms be on the device, where nobody names a GPU: they need gradients."""
+
+        @functools.wraps(own)
+        def transform(*args: Any, **kwargs: Any) -> Any:
+            if not self._names_gpu:
+                with temporarily_clear_interpreter_stack():  # or what is made is an input of the transform
+                    for tensor in tensors_in((args, kwargs)):
+                        self._host.move(tensor)
+            return own(*args, **kwargs)
+
+        return transform
 
     def _is_for_device(self, device: Any, caller: types.FrameType) -> bool:
         """Whether a tensor that ``caller`` makes on ``device`` is on the guarded CPU. None: none is named."""

@@ -87,11 +87,12 @@ def is_of_user(name: str) -> bool:
 
 def loops_around(name: str, lines: Set[int]) -> list[Loop]:
     """Return the loops of a file that are around one of its ``lines``, outermost first."""
-    return [loop for loop in _loops_of(name) if any(loop.body[0].lineno <= line <= loop.body[-1].end_lineno for line in lines)]  # type: ignore[operator]
+    return [loop for loop in loops_of(name) if any(loop.body[0].lineno <= line <= loop.body[-1].end_lineno for line in lines)]  # type: ignore[operator]
 
 
 @functools.cache
-def _loops_of(name: str) -> list[Loop]:
+def loops_of(name: str) -> list[Loop]:
+    """Return the loops of a file, outermost first."""
     try:
         tree = ast.parse("".join(linecache.getlines(name)))
     except SyntaxError:  # a notebook's own words

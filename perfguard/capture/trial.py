@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import sys
 import threading
 import traceback
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -76,6 +79,8 @@ _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
 
+_TRANSFORMING = (torch._functorch.vmap, "_create_batched_inputs"), (torch._functorch.eager_transforms, "_wrap_all_tensors")
+"""What `vmap`, and `grad` and those made of it, do to their inputs (PyTorch 2.13)."""
 _NO_OPTIMIZER = -1
 """Stands for the number of an optimizer, in steps that the user's own code makes."""
 
@@ -236,6 +241,8 @@ class Watch:
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
         replace(torch.optim.Optimizer, "add_param_group", self._noting_groups)
         replace(threading.Thread, "start", self._starting)
+        for module, name in _TRANSFORMING:
+            replace(module, name, self._placement.placing_inputs)
         self._ranks.enter(stack, replace)
         self._enter_modes(stack)
         self._recorder.calibrate()
@@ -715,7 +722,10 @@ class Watch:
         ops, lives = self._recorder.ops, self._recorder.lives()
         looked_until = self.events.steps[:5][-1]
         kept = [loop.missing(ops, lives, looked_until) for loop in self.loaders.loops]
-        if any(loop.trains and found for loop, found in zip(self.loaders.loops, kept, strict=True)):
+        grows = (
+            loop.trains and math.isinf(loop.most_held) and found for loop, found in zip(self.loaders.loops, kept, strict=True)
+        )
+        if any(grows):
             self._traits.unmodelled.add(KEPT)
         kept += [loop.missing(ops, lives, 0) for loop in self.generations.loops]
         lives += itertools.chain(*kept)

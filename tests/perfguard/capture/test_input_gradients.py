@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.func import grad, hessian, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,6 +88,24 @@ def test_inputs_of_the_host_that_need_a_gradient_are_on_the_guarded_device(loss_
     assert on_host.steps == on_device.steps == 4
     backwards = [[op.name for op in seen.graph.ops if op.phase is Phase.BACKWARD] for seen in (on_host, on_device)]
     assert backwards[0] == backwards[1]
+    assert on_host.graph.peak_live_bytes == pytest.approx(on_device.graph.peak_live_bytes, rel=0.05)
+
+
+def _transformed(model: nn.Module, x: torch.Tensor, _: torch.Tensor, device: str) -> torch.Tensor:
+    def first(point: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(point)
+        return output[0]
+
+    curvature = vmap(hessian(first))(x).diagonal(dim1=-2, dim2=-1).sum(-1)
+    slope = grad(first)(torch.rand(2, device=device))
+    loss: torch.Tensor = (curvature - 1).square().mean() + slope.square().sum()
+    return loss
+
+
+def test_inputs_that_torch_func_transforms_are_on_the_guarded_device() -> None:
+    """Nothing of them says `requires_grad`, and weights on meta met points of the host in the backward pass."""
+    on_host, on_device = (capture(partial(_train, _transformed, device=device), A100) for device in ("cpu", "cuda"))
+    assert on_host.steps == on_device.steps == 4
     assert on_host.graph.peak_live_bytes == pytest.approx(on_device.graph.peak_live_bytes, rel=0.05)
 
 
