@@ -3,10 +3,14 @@
     python benchmarks/capture.py                              # all
     python benchmarks/capture.py --only resnet50 llama_1.5b
     python benchmarks/capture.py --ray --only convolutional resnet50   # as tasks of Ray
+    python benchmarks/capture.py --corpus                     # the ordinary programs of tests/corpus
 
 Each objective is dry-run for an absent A100, in a process of its own. "cold" is the first dry run, with the start of its server;
 "warm" is a second one of another structure; "known" is a third, equal to the second. "equal" compares the graph with that of an
 explicit Workload. A dry run of Ray is a process of its own; the first one waits for Ray to start its processes, too.
+
+Of a program of the corpus, "true MiB" is the peak of live bytes of a real run on the CPU (`tests/live_bytes.py`). "true steps" are
+counted by hand.
 """
 
 from __future__ import annotations
@@ -31,10 +35,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfguard import TensorSpec, Workload, resolve_device, trace
+from perfguard.capture import Answer, DryRuns
 from perfguard.exceptions import PerfGuardError
 from perfguard_optuna.capture import ObjectiveBuild
 
-SCRIPTS = Path(__file__).parents[1] / "tests" / "objectives"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "tests" / "objectives"
 Objective = Callable[[optuna.Trial], Any]
 Describe = Callable[[int], Workload]
 """The workload of a batch size."""
@@ -314,6 +320,32 @@ def as_trainable(objective: Objective, config: dict[str, Any]) -> None:
     objective(optuna.trial.FixedTrial(config))  # type: ignore[arg-type]
 
 
+def corpus_rows() -> list[list[str]]:
+    """What a dry run of each program of the corpus shows, beside the truth."""
+    sys.path.insert(0, str(ROOT))
+    from tests.corpus.programs import PROGRAMS
+    from tests.live_bytes import peak_live_bytes
+
+    rows = []
+    for program, true_steps in PROGRAMS.items():
+        runs = DryRuns(lambda ask, program=program: program(), resolve_device("a100"))  # type: ignore[misc]
+        runs.start()
+        start = time.perf_counter()
+        try:
+            found = runs.capture(lambda *question: Answer("", None))
+        except PerfGuardError as error:
+            rows.append([program.__name__, f"no: {str(error)[:60]}", *["-"] * 6])
+            continue
+        finally:
+            runs.close()
+        seconds = time.perf_counter() - start
+        seen = max(graph.peak_live_bytes for graph in (found.graph, *found.phases.values()))
+        true = peak_live_bytes(program)
+        sizes = [f"{seen / 2**20:.3f}", f"{true / 2**20:.3f}", f"{seen / true - 1:+.1%}"]
+        rows.append([program.__name__, "yes", *sizes, str(found.steps), str(true_steps), f"{seconds:.1f}"])
+    return rows
+
+
 def peak_of_children() -> int:
     """Largest resident set of the processes for dry runs, in bytes. It counts pages that they share with this one."""
     import resource
@@ -327,7 +359,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=NAMES, metavar="NAME", help="some of: " + ", ".join(NAMES))
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--ray", action="store_true", help="dry-run as Ray does; of the objectives that have a Workload")
+    parser.add_argument("--corpus", action="store_true", help="dry-run the programs of tests/corpus, beside the truth")
     arguments = parser.parse_args()
+    if arguments.corpus:
+        columns = ["program", "came through", "seen, MiB", "true MiB", "differs", "steps", "true steps", "s"]
+        show("corpus", columns, corpus_rows(), record=arguments.record)
+        return
     if arguments.one:
         run_one(arguments.one)
         return

@@ -1,0 +1,176 @@
+"""The true live bytes of a program for a GPU: it runs for real on the CPU, and what it puts on "cuda" is tracked.
+
+A tensor is on the device if the program names a GPU as it makes or moves it, or if an operator computes it of one that is. So
+batches and data sets of the host do not count. It asks nothing of PerfGuard. Notation:
+
+    on the device    the storage of a tensor that was made or moved there, or computed of one that is there
+    live bytes       the sum over these storages, each from its making to its end
+
+What kernels take beside their results is not tracked. Where a GPU keeps something else than a CPU for a backward pass, the
+tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach").
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+_CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Tracks the storages of the device: those that an operator makes of one that is there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracked: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
+        self.now = 0
+        self.peak = 0
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on the device."""
+        is_plain = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+        return is_plain and tensor.untyped_storage() in self._tracked
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` be on the device."""
+        if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor) or self.is_on_device(tensor):
+            return
+        storage = tensor.untyped_storage()
+        self._tracked[storage] = None
+        self._add(storage.nbytes())
+        weakref.finalize(storage, self._add, -storage.nbytes())
+
+    def _add(self, number: int) -> None:
+        self.now += number
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        is_on_device = any(self.is_on_device(tensor) for tensor in given)
+        for tensor in tree_leaves(out) if is_on_device else ():
+            if isinstance(tensor, torch.Tensor):
+                self.track(tensor)
+        return out
+
+
+class _OnDevice(TorchFunctionMode):
+    """Lets what the program puts on "cuda" be on the CPU, and be tracked."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self._live = live
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if source is not None and self._live.is_on_device(source):
+            if func is _DEVICE_OF:
+                return _CUDA
+            if func is _IS_CUDA:
+                return True
+        if func is torch.Tensor.cuda:
+            return self._moved(source, torch.Tensor.to, (source, _CPU), {})
+        if func is torch.Tensor.cpu:
+            return self._moved_back(source, torch.Tensor.to, (source, _CPU), {})
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func in (torch._C._nn._parse_to, torch.device):
+            return func(*args, **kwargs)
+        names_gpu = any(map(_is_gpu, (*args, *kwargs.values())))
+        names_host = any(map(_is_host, (*args, *kwargs.values())))
+        args, kwargs = tree_map(_on_cpu, (args, kwargs)) if names_gpu else (args, kwargs)
+        if func is torch.Tensor.to:
+            if names_gpu:
+                return self._moved(source, func, args, kwargs)
+            return self._moved_back(source, func, args, kwargs) if names_host else func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if names_gpu:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._live.track(leaf)
+        return out
+
+    def _moved(self, source: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._live.is_on_device(source):
+            return func(*args, **kwargs)
+        kwargs.pop("copy", None)
+        out = func(*args, **kwargs)
+        out = out.clone() if out.untyped_storage()._cdata == source.untyped_storage()._cdata else out
+        self._live.track(out)
+        return out
+
+    def _moved_back(self, source: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._live.is_on_device(source):
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            copied = func(source.detach().clone(), *args[1:], **kwargs)
+        return copied
+
+    def _dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if not training or p == 0 or inplace:
+            with torch._C.DisableTorchFunction():
+                return F.dropout(x, p, training, inplace)
+        return torch.native_dropout(x, p, True)[0]
+
+
+_ATTRIBUTES: Any = torch.Tensor
+_DEVICE_OF = _ATTRIBUTES.device.__get__
+_IS_CUDA = _ATTRIBUTES.is_cuda.__get__
+
+
+def _is_gpu(value: object) -> bool:
+    return _type_named(value) == "cuda"
+
+
+def _is_host(value: object) -> bool:
+    return _type_named(value) == "cpu"
+
+
+def _type_named(value: object) -> str:
+    """The type of the device that ``value`` is or names. Empty: none."""
+    if isinstance(value, torch.device):
+        return value.type
+    return value.split(":")[0] if isinstance(value, str) else ""
+
+
+def _on_cpu(value: Any) -> Any:
+    return _CPU if _is_gpu(value) else value
+
+
+@contextmanager
+def live_bytes_tracked() -> Iterator[LiveBytes]:
+    """Run the block on the CPU, with what it puts on "cuda" tracked."""
+    live = LiveBytes()
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "synchronize", lambda *_: None),
+            (torch.cuda, "empty_cache", lambda: None),
+            (torch.cuda, "manual_seed_all", lambda _: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(live)
+        stack.enter_context(_OnDevice(live))
+        yield live
+
+
+def peak_live_bytes(program: Callable[[], object]) -> int:
+    """Run a ``program`` for real on the CPU, and return the peak of its live bytes on the device."""
+    with live_bytes_tracked() as live:
+        program()
+    return live.peak
