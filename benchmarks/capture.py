@@ -9,8 +9,8 @@ Each objective is dry-run for an absent A100, in a process of its own. "cold" is
 "warm" is a second one of another structure; "known" is a third, equal to the second. "equal" compares the graph with that of an
 explicit Workload. A dry run of Ray is a process of its own; the first one waits for Ray to start its processes, too.
 
-Of a program of the corpus, "true MiB" is the peak of live bytes of a real run on the CPU (`tests/live_bytes.py`). "true steps" are
-counted by hand.
+Of a program of the corpus, "true MiB" is the peak of live bytes of a real run on the CPU (`tests/live_bytes.py`). "true steps"
+are counted by hand.
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ class _OnDevice(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if source is not None and self._live.is_on_device(source):
-            if func is _DEVICE_OF:
+            if func == _DEVICE_OF:
                 return _CUDA
-            if func is _IS_CUDA:
+            if func == _IS_CUDA:
                 return True
         if func is torch.Tensor.cuda:
             return self._moved(source, torch.Tensor.to, (source, _CPU), {})
