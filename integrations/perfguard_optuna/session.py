@@ -39,7 +39,7 @@ from perfguard_optuna.facts import asked_for
 from perfguard_optuna.ranks import Ranks, leads_ranks
 
 if TYPE_CHECKING:
-    from perfguard.capture.real import RealStep
+    from perfguard.capture.real import Difference, RealStep
     from perfguard.quantities import Quantity
     from perfguard_optuna.guard import OptunaGuard
 
@@ -314,11 +314,18 @@ class OptunaSession:
             measurement = ranks.end(measurement, how.status)
         if measurement is None:
             return None
-        ending = self.core.end(
-            measurement,
-            is_whole=not at_last_step and not how.cut_short,
-            difference=None if real_step is None else real_step.difference,
-        )
+        difference = None if real_step is None else real_step.difference
+        return self.end_with(measurement, how, is_whole=not at_last_step and not how.cut_short, difference=difference)
+
+    def end_with(
+        self, measurement: Measurement, how: HowEnded, *, is_whole: bool | None = None, difference: Difference | None = None
+    ) -> Measurement:
+        """Learn from what the trial cost, and write that into it. Another process may have measured it.
+
+        The other arguments are those of :meth:`TrialSession.end`.
+        """
+        self.is_over = True
+        ending = self.core.end(measurement, is_whole=is_whole, difference=difference)
         self._write_ending(ending, how)
         return ending.measurement
 
