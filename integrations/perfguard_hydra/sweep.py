@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 from hydra.core.plugins import Plugins
@@ -45,7 +45,7 @@ class SweepSettings:
 
     sampler: BaseSampler | Callable[..., BaseSampler] | None = None
     """A sampler. A partial of GridSampler gets the grid of the space. None: Optuna's default."""
-    directions: Sequence[str] = ("minimize",)
+    directions: Sequence[Literal["minimize", "maximize"]] = ("minimize",)
     storage: str | None = None
     """URL of Optuna's storage. None: the study is kept in memory."""
     study_name: str | None = None
@@ -201,7 +201,7 @@ class GuardedSweep:
         session.judge(captures, found=found)
 
     def _look_for_an_end(self, study: optuna.Study) -> None:
-        """End the sweep if so many were rejected in a row that there is nothing to be found. The least doubtful is tried first."""
+        """End the sweep after 300 rejections in a row: nothing is to be found. The least doubtful proposal is tried first."""
         search = self._guard.search_of(study)
         if not search.is_over:
             return
