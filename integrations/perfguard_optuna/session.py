@@ -223,6 +223,9 @@ class OptunaSession:
             from perfguard.capture.real import RealStep  # loads torch
 
             self.real_step = RealStep(self.core.captured, self.owner.device.kind)
+        if self.owner.calls_objective and not leads_ranks():  # else nobody reports the end of a trial
+            with self.clock.paused():
+                self.core.take_room()
         self.run = start_run(self.guard, self._after_step if keeps_pace else None)
         self.owner.running[threading.get_ident()] = self
 
@@ -247,6 +250,7 @@ class OptunaSession:
             self._note(decision, params.used)
         if decision.verdict.action == "prune":
             self.run = None
+            self.core.leave_room()
             self.owner.running.pop(threading.get_ident(), None)
             raise optuna.TrialPruned(decision.verdict.reason)
 
@@ -303,6 +307,7 @@ class OptunaSession:
         real_step = self.real_step
         assert run is not None
         self.run = None
+        self.core.leave_room()
         self.real_step = None
         if real_step is not None:
             real_step.close()
