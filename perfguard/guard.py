@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 import cloudpickle  # type: ignore[import-untyped]
 
 from perfguard.budget import Budget, BudgetSettings
+from perfguard.device_room import DeviceRoom
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
         refine: bool | None
         strict: bool
         dry_run_network: bool
+        share_device: bool
 
 
 _Workload = TypeVar("_Workload", bound=AnyWorkload)
@@ -143,6 +145,9 @@ class Guard:
             :class:`perfguard.exceptions.UnguardedTrialError`.
         dry_run_network: leave the network open in dry runs, for data that are read from far. What the objective sends is then
             sent, too.
+        share_device: run several trials on the device side by side. A trial of a tuner starts when its predicted memory fits
+            beside what the running trials of this host have reserved, and waits until then. So all of them need the same
+            ``memory_budget``, which they share.
 
     Raises:
         ConfigurationError: for an argument that cannot be right, or a budget that the device cannot have.
@@ -164,6 +169,7 @@ class Guard:
         refine: bool | None = None,
         strict: bool = False,
         dry_run_network: bool = False,
+        share_device: bool = False,
         **budgets: Unpack[BudgetSettings],
     ) -> None:
         from perfguard.devices import resolve_device
@@ -193,6 +199,8 @@ class Guard:
                 raise ConfigurationError(f"There is no setting {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
         self.budget = Budget.parse(**budgets)
         self.budget.check_device(self.device)
+        self.room = self._room() if share_device else None
+        """What the trials of this host have reserved on the device. None: they do not share it."""
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         if log in ("", True) or not isinstance(log, MeasurementStore | str | os.PathLike | bool | None):
             raise ConfigurationError(f"log must be a path or URL, a MeasurementStore, None (your own) or False, but got {log!r}.")
@@ -217,6 +225,13 @@ class Guard:
         self._learn_from_log("")
         self._announce_log()
         self.clock.add(time.monotonic() - began_s)
+
+    def _room(self) -> DeviceRoom:
+        # Processes that may use different GPUs of one model have a room each.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+        name = self.device.name if self.device.kind == "cpu" else f"{self.device.name} {visible}"
+        capacity = self.budget.most.get("memory") or self.device.memory_bytes
+        return DeviceRoom(name=name, capacity_bytes=int(capacity))
 
     def _announce_log(self) -> None:
         """Announce the log that the verdicts depend on, and its number of runs. Once per log in each process."""
@@ -642,16 +657,17 @@ class Guard:
             )
         return Decision(decision_id, verdict, steps, study)
 
-    def breaks_time_budget(self, decision: Decision, run: Running) -> str | None:
+    def breaks_time_budget(self, decision: Decision, run: Running, *, has_neighbours: bool = False) -> str | None:
         """Return why ``run`` will almost surely exceed its time or cost budget at the pace measured so far. None: it may hold it.
 
-        The result is also None for a run on another device than the guarded one.
+        The result is also None for a run on another device than the guarded one. The pace of a run that ``has_neighbours`` on
+        its device does not count: it becomes faster when they end.
         """
         limit_s = self.budget.longest_trial_s
         if limit_s is None:
             return None
         is_over, total = run.elapsed_s > limit_s, None
-        if not is_over and decision.steps is not None and (pace := run.pace) is not None:
+        if not is_over and not has_neighbours and decision.steps is not None and (pace := run.pace) is not None:
             total = pace.total_time(elapsed_s=run.elapsed_s, steps_left=max(0, decision.steps - run.num_steps))
         if not is_over and (total is None or total.p_exceeds(limit_s) < 1 - SMALL_CHANCE):
             return None

@@ -16,6 +16,7 @@ decides on a trial that has run out of memory, and ``hard_time_limit`` on one th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,8 +35,13 @@ from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBu
 if TYPE_CHECKING:
     from perfguard.capture import DryRuns
     from perfguard.capture.real import Difference
+    from perfguard.device_room import Reservation
     from perfguard.pace import Running
     from perfguard.quantities import Quantity
+
+_log = logging.getLogger(__name__)
+_LEFT_OUT = ("guard", "search", "dry_runs", "reservation")
+"""What is not pickled of a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +96,8 @@ class TrialSession:
     stopped: str = ""
     """Why its pace ends the trial. Empty: it does not."""
     num_tries: int = 1
+    reservation: Reservation | None = None
+    """Its room on the device, while it runs. None: it has reserved none."""
 
     @property
     def verdict(self) -> Verdict:
@@ -104,7 +112,7 @@ class TrialSession:
         return self.verdict.action == "prune"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("guard", "search", "dry_runs")}
+        return {name: value for name, value in self.__dict__.items() if name not in _LEFT_OUT}
 
     def go_on(self, guard: Guard, search: Search, dry_runs: DryRuns | None) -> None:
         """Go on in another process, or with another copy of the study."""
@@ -214,6 +222,31 @@ class TrialSession:
         self.search.count(decision.verdict)
         return decision
 
+    def take_room(self) -> None:
+        """Wait until the trial fits on the device beside those that run (``share_device``). A failure is a warning.
+
+        What has no prediction reserves all of the device.
+        """
+        room = self.guard.room
+        if room is None or self.reservation is not None:
+            return
+        memory = None if self.decision is None else self.verdict.predicted.get("memory")
+        needed = room.capacity_bytes if memory is None else memory.interval()[1]
+        try:
+            self.reservation = room.reserve(int(needed), on_wait=_log.warning)
+        except OSError as error:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                f"PerfGuard could not reserve memory on {room.name} (shown once), so trials do not wait for each other: {error}",
+                about="share_device",
+            )
+
+    def leave_room(self) -> None:
+        """Give the room on the device back."""
+        if self.reservation is not None:
+            self.reservation.release()
+            self.reservation = None
+
     # --- While it runs ----------------------------------------------------------------------------------------------------------
 
     def too_slow(self, run: Running) -> str | None:
@@ -223,7 +256,8 @@ class TrialSession:
         """
         if self.decision is None or self.guard.on_violation == "warn":
             return None
-        reason = self.guard.breaks_time_budget(self.decision, run)
+        has_neighbours = self.reservation is not None and self.reservation.look_for_neighbours()
+        reason = self.guard.breaks_time_budget(self.decision, run, has_neighbours=has_neighbours)
         self.stopped = reason or self.stopped
         return reason
 

@@ -12,18 +12,25 @@ import pytest
 from tests.warm import run_fresh
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN = ("perfguard", "integrations/perfguard_optuna", "integrations/perfguard_ray", "models/perfguard_models")
+MAIN = (
+    "perfguard",
+    "integrations/perfguard_optuna",
+    "integrations/perfguard_ray",
+    "integrations/perfguard_hydra",
+    "models/perfguard_models",
+)
 RESEARCH = ("models/perfguard_research",)
 """What the second distribution, perfguard-research, holds."""
 PACKAGES = (*MAIN, *RESEARCH)
-_PLUGINS = {"perfguard_optuna", "perfguard_ray"}
+_PLUGINS = {"perfguard_optuna", "perfguard_ray", "perfguard_hydra"}
 _MODELS = {"perfguard_models", "perfguard_research"}
 FORBIDDEN = {
-    "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray"},
+    "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray", "hydra"},
     "models/perfguard_models": {*_PLUGINS, "perfguard_research", "optuna", "ray"},
     "models/perfguard_research": {*_PLUGINS, "optuna", "ray"},
-    "integrations/perfguard_optuna": {"perfguard_ray", *_MODELS, "ray"},
-    "integrations/perfguard_ray": {"perfguard_optuna", *_MODELS},
+    "integrations/perfguard_optuna": {"perfguard_ray", "perfguard_hydra", *_MODELS, "ray", "hydra"},
+    "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_hydra", *_MODELS, "hydra"},
+    "integrations/perfguard_hydra": {"perfguard_ray", *_MODELS, "ray"},  # its sweeper is one over Optuna
 }
 HEAVY = ("torch", "torch_geometric", "sklearn", "sqlalchemy", "optuna", "ray")
 
@@ -100,7 +107,7 @@ def test_import_loads_nothing_heavy(package: str, needed: str) -> None:
     assert printed.strip() == needed
 
 
-@pytest.mark.parametrize("host", ["optuna", "ray"])
+@pytest.mark.parametrize("host", ["optuna", "ray", "hydra"])
 def test_integration_without_host_names_the_pip_line(host: str) -> None:
     code = f"""
 import sys

@@ -39,7 +39,7 @@ from perfguard_optuna.facts import asked_for
 from perfguard_optuna.ranks import Ranks, leads_ranks
 
 if TYPE_CHECKING:
-    from perfguard.capture.real import RealStep
+    from perfguard.capture.real import Difference, RealStep
     from perfguard.quantities import Quantity
     from perfguard_optuna.guard import OptunaGuard
 
@@ -223,6 +223,9 @@ class OptunaSession:
             from perfguard.capture.real import RealStep  # loads torch
 
             self.real_step = RealStep(self.core.captured, self.owner.device.kind)
+        if self.owner.calls_objective and not leads_ranks():  # else nobody reports the end of a trial
+            with self.clock.paused():
+                self.core.take_room()
         self.run = start_run(self.guard, self._after_step if keeps_pace else None)
         self.owner.running[threading.get_ident()] = self
 
@@ -247,6 +250,7 @@ class OptunaSession:
             self._note(decision, params.used)
         if decision.verdict.action == "prune":
             self.run = None
+            self.core.leave_room()
             self.owner.running.pop(threading.get_ident(), None)
             raise optuna.TrialPruned(decision.verdict.reason)
 
@@ -303,6 +307,7 @@ class OptunaSession:
         real_step = self.real_step
         assert run is not None
         self.run = None
+        self.core.leave_room()
         self.real_step = None
         if real_step is not None:
             real_step.close()
@@ -314,11 +319,18 @@ class OptunaSession:
             measurement = ranks.end(measurement, how.status)
         if measurement is None:
             return None
-        ending = self.core.end(
-            measurement,
-            is_whole=not at_last_step and not how.cut_short,
-            difference=None if real_step is None else real_step.difference,
-        )
+        difference = None if real_step is None else real_step.difference
+        return self.end_with(measurement, how, is_whole=not at_last_step and not how.cut_short, difference=difference)
+
+    def end_with(
+        self, measurement: Measurement, how: HowEnded, *, is_whole: bool | None = None, difference: Difference | None = None
+    ) -> Measurement:
+        """Learn from what the trial cost, and write that into it. Another process may have measured it.
+
+        The other arguments are those of :meth:`TrialSession.end`.
+        """
+        self.is_over = True
+        ending = self.core.end(measurement, is_whole=is_whole, difference=difference)
         self._write_ending(ending, how)
         return ending.measurement
 

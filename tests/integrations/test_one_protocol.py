@@ -120,7 +120,7 @@ def test_on_oom_decides_on_a_trial_out_of_memory(
 def test_pace_ends_a_trial_and_its_steps_are_learnt(
     on_violation: str, cut_short: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Guard, "breaks_time_budget", lambda *_: "at the measured pace it takes 2 h")
+    monkeypatch.setattr(Guard, "breaks_time_budget", lambda *_, **__: "at the measured pace it takes 2 h")
     options = {"on_violation": on_violation, "time_budget": "1h"}
     for play in (optuna_rows, ray_rows):
         assert play(tmp_path / f"{play.__name__}.db", 0, **options) == [("launched", "ok", cut_short)]

@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from perfguard import Device
 from perfguard.capture import DryRuns
+from perfguard.device_room import DeviceRoom
 from perfguard.exceptions import BudgetWarning, CaptureError, ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard.guard import Guard
 from perfguard.measure import CutShort, Measurement
@@ -177,6 +179,29 @@ def test_pace_ends_a_trial_unless_the_guard_only_warns(on_violation: Any, ends: 
     reason = session.too_slow(Running())
     assert (reason is not None) is ends
     assert session.margins_over("time")["time"] > 0
+
+
+def test_pace_beside_neighbours_ends_no_trial(tmp_path: Path) -> None:
+    """It becomes faster when they end. Alone, the same pace ends it."""
+    room = DeviceRoom(name="toy", capacity_bytes=2**40, folder=tmp_path)
+    session = judged(session_of(time_budget="60s"), workload(steps=1000))
+    session.guard.room = room
+    session.take_room()
+    neighbour = room.reserve(1)
+    assert session.too_slow(Running()) is None
+    neighbour.release()
+    session.leave_room()
+    assert room.num_reserved() == 0
+    assert session.too_slow(Running()) is not None
+
+
+def test_room_that_cannot_be_reserved_is_a_warning(tmp_path: Path) -> None:
+    session = judged(session_of(), workload())
+    (tmp_path / "file").touch()
+    session.guard.room = DeviceRoom(name="toy", capacity_bytes=2**40, folder=tmp_path / "file")
+    with pytest.warns(UnguardedTrialWarning, match="could not reserve memory on toy"):
+        session.take_room()
+    assert session.reservation is None
 
 
 @pytest.mark.parametrize(("cut_short", "is_too_slow"), [("by the tuner", True), ("", False)])
