@@ -32,6 +32,7 @@ from sqlalchemy.orm import Session
 from perfguard import log_tables as tables
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user
 from perfguard.log_database import Database, leave, parse_url, reason_of, unusable
+from perfguard.log_export import write_csv, write_parquet
 from perfguard.log_location import default_location
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation
@@ -378,10 +379,16 @@ class MeasurementStore:
     def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
         """Write one table with a row for each selected decision (None: all), and return how many there are.
 
-        Columns of the measurement begin with "measured_". ``path`` ends in ".csv", or in ".parquet", which needs pyarrow.
-        """
-        import pandas
+        Columns of the measurement begin with "measured_".
 
+        Args:
+            path: ends in ".csv", or in ".parquet", which needs `perfguard[export]`.
+            selection: which decisions.
+
+        Raises:
+            ConfigurationError: if ``path`` has another ending.
+            LogError: if the file cannot be written.
+        """
         path = Path(path)
         if path.suffix not in (".csv", ".parquet"):
             raise ConfigurationError(f"The file of an export must end in .csv or .parquet, but got {str(path)!r}.")
@@ -391,17 +398,16 @@ class MeasurementStore:
         ]
         query = (selection or Selection()).query(*decided, DeviceRow.device_id, *measured).order_by(DecisionRow.created_at_ns)
         with self._opened() as database, database.engine.connect() as connection:
-            table = pandas.read_sql(query, connection, dtype_backend="numpy_nullable")  # a count of bytes stays an integer
-        table.insert(0, "created_at", pandas.to_datetime(table["created_at_ns"], unit="ns", utc=True))
+            found = connection.execute(query)
+            columns, rows = list(found.keys()), found.all()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".csv":
-                table.to_csv(path, index=False)
-            else:
-                table.to_parquet(path, index=False)
-        except (OSError, ImportError) as error:
+            (write_csv if path.suffix == ".csv" else write_parquet)(path, columns, rows)
+        except ImportError as error:
+            raise LogError(f"An export to Parquet needs more packages: pip install 'perfguard[export]' ({error}).") from error
+        except OSError as error:
             raise LogError(f"The log cannot be exported to {path}: {error}.") from error
-        return len(table)
+        return len(rows)
 
     def promote(self, predictor: str, data: bytes, metrics: Mapping[str, Any] | None = None) -> str:
         """Put a new generation of weights into use and return its id. A promotion does not wait.
