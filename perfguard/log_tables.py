@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from perfguard.quantities import Quantity
     from perfguard.verdict import Verdict
 
-LOG_FORMAT = "2"
+LOG_FORMAT = "3"
 _1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 

@@ -161,7 +161,7 @@ class Prediction:
     energy: Estimate | None = None
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
-    """Parts that the trace does not account for, in words."""
+    """Parts that the trace does not account for, in words. :func:`perfguard.unmodelled.code_of` has the code of each."""
     widening: Mapping[Target, float] = field(default_factory=dict)
     """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
     trained_quantities: tuple[Target, ...] | None = None

@@ -258,7 +258,13 @@ def _row(record: TrialRecord, index: int, quantities: Sequence[Quantity]) -> dic
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
         for value, small in ((None if estimate is None else estimate.median, interval), (measured, "")):
             numbers.append(("", "–", "") if value is None else (repr(value), format_quantity(quantity, value), small))
-    reasons = record.reason, "" if record.status in (None, "ok") else str(record.status), record.not_measured
+    not_modelled = "" if record.verdict is None else record.verdict.unmodelled
+    reasons = (
+        record.reason,
+        f"not modelled: {not_modelled}" if not_modelled else "",
+        "" if record.status in (None, "ok") else str(record.status),
+        record.not_measured,
+    )
     values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in flat(record.params).items()}
     return {
         "outcome": outcome_of(record),

@@ -28,6 +28,7 @@ from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeErr
 from perfguard.predictor import SECONDS_PER_HOUR
 from perfguard.quantities import format_bytes, format_dollars, format_seconds, parse_dollars
 from perfguard.risk_budget import SMALL_CHANCE
+from perfguard.unmodelled import notes_of_unmodelled
 from perfguard.verdict import chance_in_words, check_chance
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int, *, ris
     prediction = verdict.prediction
     assert prediction is not None
     step_s = prediction.step_time.median
-    notes = [f"not modelled: {text}" for text in prediction.unmodelled]
+    notes = notes_of_unmodelled(prediction.unmodelled)
     if any("batch_norm" in op.name for op in graph.ops):
         notes.append("Batch normalization sees one micro-batch at a time, so another micro-batch learns something else.")
     if not prediction.trained_on_device:

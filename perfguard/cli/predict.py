@@ -16,6 +16,7 @@ from perfguard.devices import Device, catalog, mig_instance, resolve_device, sma
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
+from perfguard.unmodelled import codes_of, notes_of_unmodelled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -252,6 +253,7 @@ def _as_json(
         "time_parts_s": dict(prediction.time_parts_s),
         "time_by_kind_s": dict(prediction.time_by_kind_s),
         "unmodelled": list(prediction.unmodelled),
+        "unmodelled_codes": codes_of(prediction.unmodelled),
     }
 
 
@@ -301,7 +303,7 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     if prediction.time_by_kind_s:
         by_kind = _in_words(prediction.time_by_kind_s)
         _print_parts(console, "step time by kind of operator", by_kind, format_seconds, most=6)
-    notes = list(document["notes"]) + [f"not modelled: {text}" for text in prediction.unmodelled]
+    notes = list(document["notes"]) + notes_of_unmodelled(prediction.unmodelled)
     if not prediction.trained_on_device:
         missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
         the = f"the {missing[0]} of " if len(missing) == 1 else ""  # the other quantity was measured
