@@ -355,12 +355,12 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
     A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
     inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
     (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
-    whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch: many
-    runs that were launched at once do not each widen for one miss.
+    whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch. So
+    many runs that were launched at once do not each widen for one miss.
 
     On a CPU, a process grows by some MiB that no layer explains. This is a sum and no factor. So half an interval of h counts as
-    the root of h^2 + a^2, where a = log(1 + growth / predicted), and the run moves the width by the part h^2 / (h^2 + a^2) of a
-    step. A tiny network says nothing of the factor by which a large one may be off.
+    the root of h^2 + a^2, where a = log(1 + growth / predicted). The run moves the width by the part h^2 / (h^2 + a^2) of a step.
+    A tiny network says nothing of the factor by which a large one may be off.
     """
     gamma = 0.4  # a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many
     narrowest, widest = math.log(0.25), math.log(30.0)
@@ -473,10 +473,10 @@ def tune_weights(
 
     The newest 1,000 runs are learnt, of all devices alike.
 
-    Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others, by a hash of their
-    key, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On the newest runs
-    they are better, by 2% and by two standard errors of the difference. On the others they are worse by at most half a point. On
-    the shipped weights' reference data they stay within 1% of the shipped ones.
+    Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others. A hash of their
+    key chooses these, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On
+    the newest runs they are better, by 2% and by two standard errors of the difference. On the others they are worse by at most
+    half a point. On the shipped weights' reference data they stay within 1% of the shipped ones.
 
     Args:
         log: the log to learn from and to promote in.

@@ -1,7 +1,7 @@
 """The measurement log: every verdict, and what the launched trials really cost. It never stops a study and never loses a row.
 
-A row goes to the database at once. While the database is locked, full or away, rows go to files beside the log, and a later call
-or the next opening of the log brings them in. Keys of rows are random, and an insert leaves out a row that is there already. So a
+A row goes to the database at once. While the database is locked, full or away, rows go to files beside the log. A later call, or
+the next opening of the log, brings them in. Keys of rows are random, and an insert leaves out a row that is there already. So a
 row that is written twice is there once.
 """
 

@@ -1,7 +1,7 @@
 """Physical lower bounds on what a step needs on a device, independent of the predictor.
 
-:func:`least_reading` is a lower bound on a measurement. No correct reading is below it, so it leaves out all that a run can
-save: activations that recomputation saves, traffic that caches and fusion save, FLOPs that a faster algorithm saves.
+:func:`least_reading` is a lower bound on a measurement. No correct reading is below it, so it leaves out all that a run can save.
+Recomputation saves activations, caches and fusion save traffic, and a faster algorithm saves FLOPs.
 
 :class:`LeastMemory` is what the device must hold at once: the peak of live bytes, with activations. A step whose least memory is
 over the budget is hopeless.

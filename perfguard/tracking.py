@@ -38,7 +38,7 @@ class Tracker:
     """Writes trials into one tracker. A tracker that fails never stops a study: one :class:`TrackingWarning` says why.
 
     A trial that could not be written is written with a later one. After a failure the tracker is left alone for ten times as long
-    as the failure took, so the wait for a server that is away takes at most a tenth of the study's time.
+    as the failure took. So the wait for a server that is away takes at most a tenth of the study's time.
 
     Example:
         >>> Tracker("tensorboard", log_dir="runs/resnet")                                           # doctest: +SKIP
