@@ -528,7 +528,7 @@ def _split(runs: _Runs) -> tuple[_Runs, _Runs, _Runs]:
     older, recent = runs[:-number], runs[-number:]
     is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
     learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
-    present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
+    present = max((run.regime for run in runs), default=0)  # runs of an earlier regime must not decide a promotion
     return learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present]
 
 

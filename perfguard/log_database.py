@@ -125,8 +125,8 @@ class Database:
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
             is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
-            mend = "Update perfguard. " if int(found) > int(LOG_FORMAT) else ""  # no released version has made an older one
-            raise LogError(f"The measurement log {self.name} {is_what}. {mend}{_ELSEWHERE}")
+            hint = "Update perfguard. " if int(found) > int(LOG_FORMAT) else ""  # no released version has made an older one
+            raise LogError(f"The measurement log {self.name} {is_what}. {hint}{_ELSEWHERE}")
         return found
 
     def _corrupt(self, reason: str) -> LogError:
