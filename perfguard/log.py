@@ -308,7 +308,9 @@ class MeasurementStore:
             if run is not None and run.status == "ok" and run.peak_memory_bytes and decision.graph_hash:
                 read[decision.graph_hash].append(run.peak_memory_bytes)
         usual = {graph_hash: statistics.median(readings) for graph_hash, readings in read.items()}
-        ended, running, now_ns = [], [], time.time_ns()
+        ended = []
+        running = []
+        now_ns = time.time_ns()
         for run, decision, device_id in rows:
             try:
                 if run is not None and device_id in (None, run.device_id):
@@ -399,7 +401,8 @@ class MeasurementStore:
         query = (selection or Selection()).query(*decided, DeviceRow.device_id, *measured).order_by(DecisionRow.created_at_ns)
         with self._opened() as database, database.engine.connect() as connection:
             found = connection.execute(query)
-            columns, rows = list(found.keys()), found.all()
+            columns = list(found.keys())
+            rows = found.all()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             (write_csv if path.suffix == ".csv" else write_parquet)(path, columns, rows)

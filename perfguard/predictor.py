@@ -227,7 +227,8 @@ class Prediction:
         def raised(estimate: Estimate, least: float) -> Estimate:
             return estimate.then("least reading", "no correct reading is lower", median=max(estimate.median, least))
 
-        step_time, total_time = raised(self.step_time, step_time_s), self.total_time
+        step_time = raised(self.step_time, step_time_s)
+        total_time = self.total_time
         slower = step_time.median / self.step_time.median
         if total_time is not None:
             total_time = raised(total_time, total_time.median * slower)

@@ -115,7 +115,8 @@ def _tensorboard_writer(log_dir: str | None = None) -> _Writer:
     """Numbers are scalars over the order of the trials, sentences are texts."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer, num_written = SummaryWriter(log_dir), 0
+    writer = SummaryWriter(log_dir)
+    num_written = 0
 
     def write(name: str, fields: Mapping[str, float | str]) -> None:
         nonlocal num_written

@@ -114,7 +114,8 @@ def plan(arguments: argparse.Namespace) -> int:
             import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
         except ImportError as error:
             raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
-    gpu_sets, budget = _gpu_sets(arguments), budget_of(memory_budget=arguments.max_memory)
+    gpu_sets = _gpu_sets(arguments)
+    budget = budget_of(memory_budget=arguments.max_memory)
     for gpus in gpu_sets:
         budget.check_device(gpus.device)
     if len(words) * len(gpu_sets) > _MOST_DRY_RUNS:
@@ -147,7 +148,8 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _gpu_sets(arguments: argparse.Namespace) -> list[GpuSet]:
-    names, prices = arguments.gpus, arguments.price_per_hour
+    names = arguments.gpus
+    prices = arguments.price_per_hour
     found = []
     listed = list(dict.fromkeys(name.strip().lower() for name in names.split(",") if name.strip()))
     each = [] if prices is None else [parse_dollars(price, what="--price-per-hour") for price in prices.split(",")]
@@ -251,7 +253,8 @@ def _judged(seen: CapturedTrial, guard: Guard, gpus: GpuSet, wanted: int, *, ris
         return {"result": "left out", "reason": reason}
     if samples != wanted:
         return {"result": "learns otherwise", "samples_per_step": samples}
-    graph, device = seen.graph, gpus.device
+    graph = seen.graph
+    device = gpus.device
     limits = functools.partial(guard.budget.limits, device=device)
     verdict = guard.judge(graph, limits, threshold=risk, phases=seen.phases)
     result, reason = result_of(verdict, risk)
@@ -287,7 +290,8 @@ def _add_shared(rows: Sequence[Row], price: float | None) -> None:
         row["mfu"] *= min(other["flops"] for other in rows) / row["flops"]
         row["steps"] = next((other["steps"] for other in rows if other["steps"]), None)  # all make as many
         if price is not None:
-            cost, tokens = price * row["step_time_s"]["median"] / SECONDS_PER_HOUR, row["tokens_per_step"]
+            cost = price * row["step_time_s"]["median"] / SECONDS_PER_HOUR
+            tokens = row["tokens_per_step"]
             name, number = ("million_tokens", tokens / 1e6) if tokens else ("1000_samples", row["samples_per_step"] / 1e3)
             row[f"cost_of_{name}"] = cost / number
             row["cost"] = row["steps"] and row["steps"] * cost

@@ -58,12 +58,14 @@ def predict(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         check_page("--plot", arguments.plot)
     devices = [in_network(device, arguments) for device in _devices(arguments.gpu)]
-    work_on, predictor = subject_of(arguments), load_predictor()
+    work_on = subject_of(arguments)
+    predictor = load_predictor()
     if len(devices) > 1:
         _rank(arguments, devices, work_on, predictor, price)
         return
     (device,) = devices
-    forecaster, work = forecaster_for(device, log=arguments.log, predictor=predictor), work_on(device)
+    forecaster = forecaster_for(device, log=arguments.log, predictor=predictor)
+    work = work_on(device)
     graph = work.graph
     prediction, phases = work.predict(forecaster)
     op_time_s = operator_times_s(predictor, prediction, graph, device)
@@ -101,7 +103,8 @@ def predict(arguments: argparse.Namespace) -> None:
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
-add_dry_run_arguments, dry_run = add_predict_arguments, predict  # by the name that a script suggests
+add_dry_run_arguments = add_predict_arguments
+dry_run = predict  # by the name that a script suggests
 
 
 def _devices(names: str) -> list[Device]:
@@ -132,7 +135,8 @@ def _rank(
         if target not in works:
             works[target] = work_on(device)
         forecaster = forecaster_for(device, log=arguments.log, predictor=predictor)
-        prediction, graph = works[target].predict(forecaster)[0], works[target].graph
+        prediction = works[target].predict(forecaster)[0]
+        graph = works[target].graph
         rows.append(_as_json(prediction, device, graph, arguments.batch_size, price))
         rows[-1]["fits"] = rows[-1]["p_oom"] <= 0.05
     rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))
@@ -414,7 +418,8 @@ def _print_explanation(console: Console, explained: Mapping[str, Any], graph: Op
 
     operators = [row for row in explained["operators"] if row["calls"]]
     others = [row for row in explained["operators"] if not row["calls"]]
-    shown, rest = operators[:15], operators[15:]
+    shown = operators[:15]
+    rest = operators[15:]
     total = together("together", explained["operators"])
     table = Table(title=f"step time by operator on {device.name}")
     table.add_column("operator", overflow="fold")
