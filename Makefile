@@ -51,18 +51,19 @@ clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the newest. The demo needs half of what the tests need.
+# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the newest. The demo needs half of what the tests need,
+# and the digits of scikit-learn.
 $(DEMO_INSTALLED): pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[optuna,plot]"
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,plot]" "scikit-learn>=1.5"
 	@touch $@
 
 # Last comes what lets a torchvision from PyPI be imported beside a CPU build of torch; beside any other torch it does nothing.
 SHIM := $(wildcard tools/torchvision_beside_cpu_torch.*)
 
 $(INSTALLED): $(DEMO_INSTALLED) models/pyproject.toml $(SHIM)
-	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --editable ./models --group dev --group zoo
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,export,plot]" --editable ./models --group dev --group zoo
 	cp $(SHIM) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 

@@ -68,7 +68,8 @@ class Limit:
         """The estimate beside the limit, for instance "needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 38.0 GiB"."""
         low, high = map(self.format, self.estimate.interval())
         spec = SPECS[self.quantity]
-        median, limit = self.format(self.estimate.median), self.format(self.limit)
+        median = self.format(self.estimate.median)
+        limit = self.format(self.limit)
         return f"{spec.verb} {median}{spec.after} ({low} to {high}), the budget is {limit}"
 
 
@@ -139,7 +140,8 @@ class Budget:
             raise ConfigurationError(
                 f"energy_budget cannot be checked: a CPU ({device.name}) has no energy counter. Leave it out, or name a GPU."
             )
-        given, capacity_bytes = self.most.get("memory"), self.capacity_bytes(device)
+        given = self.most.get("memory")
+        capacity_bytes = self.capacity_bytes(device)
         if given is None and self.memory_fraction is None:
             return
         if given is not None and given > _NOMINAL * device.memory_bytes:
@@ -263,7 +265,8 @@ def _fraction(memory: int | float | str | None, name: str) -> float | None:
             return memory
         raise ConfigurationError(f"{name} as a fraction must lie in (0, 1], but got {memory!r}.")
     if 1 <= num_bytes < _LEAST_BARE_BYTES:
-        unit, whole = "GiB" if num_bytes < 1024 else "MiB", "the device" if name == "memory_budget" else "this machine's memory"
+        unit = "GiB" if num_bytes < 1024 else "MiB"
+        whole = "the device" if name == "memory_budget" else "this machine's memory"
         raise ConfigurationError(
             f"{name}={memory!r} is {num_bytes:.10g} bytes. Write '{num_bytes:.10g}{unit}', or a fraction of {whole} such as 0.9."
         )

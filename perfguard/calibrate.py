@@ -66,7 +66,8 @@ def calibrate(
 
 def measured_step(make: Callable[[], Workload], device: Device) -> Measurement:
     """Make a workload on ``device``, and measure its step. What fails is in the measurement's note."""
-    run, on_gpu = Run(device), device.kind == "cuda"
+    run = Run(device)
+    on_gpu = device.kind == "cuda"
     with suppress(Exception), run:
         with torch.device("cuda" if on_gpu else "cpu"):
             workload = make()

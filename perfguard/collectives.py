@@ -101,7 +101,8 @@ def link_times(graph: OpGraph, device: Device, op_time_s: _Floats, links: LinkCo
     num_ranks = max((ranks for ranks, _ in groups), default=1)
     if num_ranks < 2 or device.kind == "cpu":
         return None
-    num_bytes, computed_s = _buffer_bytes(graph.ops), float(op_time_s.sum())
+    num_bytes = _buffer_bytes(graph.ops)
+    computed_s = float(op_time_s.sum())
     crosses_nodes = any(ranks > on_a_node for ranks, on_a_node in groups)
     assumed = []
     if crosses_nodes and not device.network_bytes_per_s:

@@ -81,17 +81,17 @@ class OnnxError(WorkloadError):
     Args:
         path: the file.
         problem: what is wrong with it, as a sentence that begins with the verb.
-        mend: what to do about it.
+        hint: what to do about it.
     """
 
-    def __init__(self, path: object, problem: str, mend: str) -> None:
+    def __init__(self, path: object, problem: str, hint: str) -> None:
         # Names in a file may hold anything: a refusal is one line of bounded length, and moves no cursor.
         problem = "".join(letter if letter.isprintable() else "?" for letter in problem[:600])
-        super().__init__(path, problem, mend)
+        super().__init__(path, problem, hint)
 
     def __str__(self) -> str:
-        path, problem, mend = self.args
-        return f"{path} {problem}. {mend}"
+        path, problem, hint = self.args
+        return f"{path} {problem}. {hint}"
 
 
 class PredictorError(PerfGuardError):

@@ -40,7 +40,8 @@ class Line:
 
 def lines_of(estimate: Estimate) -> list[Line]:
     """Return the stages of ``estimate``, from physics to its median. Empty: it has no account."""
-    median, lines = physics_of(estimate.median, estimate.stages), []
+    median = physics_of(estimate.median, estimate.stages)
+    lines = []
     for stage in estimate.stages:
         factor = math.exp(stage.shift)
         median *= factor
@@ -62,7 +63,8 @@ def furthest(record: TrialRecord, predicted: Mapping[Quantity, Estimate]) -> Qua
 
 def log_error(record: TrialRecord, quantity: Quantity) -> float:
     """Return |log(measured / predicted)| of a trial. -1: it was not measured, or not to its end."""
-    estimate, measured = record.predicted.get(quantity), record.counted(quantity)
+    estimate = record.predicted.get(quantity)
+    measured = record.counted(quantity)
     if record.error(quantity) is None or estimate is None or not measured:
         return -1.0
     return abs(math.log(measured / estimate.median))

@@ -157,7 +157,8 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
     regimes: list[tuple[str | None, ...]] = []
     changes: list[tuple[Observation, str]] = []
     for run in observations:
-        measured, memory = run.measurement, format_bytes(run.device.memory_bytes)  # a few bytes more are no change
+        measured = run.measurement
+        memory = format_bytes(run.device.memory_bytes)  # a few bytes more are no change
         found = measured.driver, measured.framework, measured.device_name, memory
         before, known = known, [new or old for new, old in zip(found, known, strict=True)]
         regime = tuple(known)
@@ -180,7 +181,8 @@ def _changed_in_words(before: Sequence[str | None], now: Sequence[str | None]) -
 
 def why_impossible(run: Observation, target: Target) -> str | None:
     """Return why a reading is impossible, whatever was predicted. None: it is possible, or there is no reading."""
-    measurement, capacity_bytes = run.measurement, run.device.memory_bytes
+    measurement = run.measurement
+    capacity_bytes = run.device.memory_bytes
     if target == "time" and measurement.status != "ok":
         return None
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
@@ -228,7 +230,8 @@ def _beside_impossible(observations: Sequence[Observation], impossible: Mapping[
     for indices in _by_study(observations).values():
         read = [i for i in indices if i in impossible or observations[i].measured("time") is not None]
         for position, index in enumerate(read):
-            before, after = read[max(0, position - 4) : position], read[position + 1 : position + 5]
+            before = read[max(0, position - 4) : position]
+            after = read[position + 1 : position + 5]
             num_before, num_after = (sum(other in impossible for other in beside) for beside in (before, after))
             if index not in impossible and num_before >= 2 and num_before + num_after >= 4:
                 found[index] = "most readings next to it are impossible"
@@ -328,7 +331,8 @@ def doubts_of(observations: Sequence[Observation]) -> list[Doubt]:
 
 def _residual(run: Observation, target: Target) -> float | None:
     """Return log(measured / predicted) of a complete run. None: there is nothing to compare."""
-    value, estimate = run.measured(target), run.predicted.get(target)
+    value = run.measured(target)
+    estimate = run.predicted.get(target)
     if run.measurement.status != "ok" or value is None or estimate is None:
         return None
     return math.log(value / estimate.median)
@@ -355,19 +359,22 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
     A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
     inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
     (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
-    whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch: many
-    runs that were launched at once do not each widen for one miss.
+    whatever the data. Each run is judged by the width that follows from the runs before it, and not by that of its launch. So
+    many runs that were launched at once do not each widen for one miss.
 
     On a CPU, a process grows by some MiB that no layer explains. This is a sum and no factor. So half an interval of h counts as
-    the root of h^2 + a^2, where a = log(1 + growth / predicted), and the run moves the width by the part h^2 / (h^2 + a^2) of a
-    step. A tiny network says nothing of the factor by which a large one may be off.
+    the root of h^2 + a^2, where a = log(1 + growth / predicted). The run moves the width by the part h^2 / (h^2 + a^2) of a step.
+    A tiny network says nothing of the factor by which a large one may be off.
     """
     gamma = 0.4  # a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many
-    narrowest, widest = math.log(0.25), math.log(30.0)
-    log_width, misfit = 0.0, None
+    narrowest = math.log(0.25)
+    widest = math.log(30.0)
+    log_width = 0.0
+    misfit = None
     residuals: defaultdict[Hashable, list[float]] = defaultdict(list)
     for index, run in enumerate(runs):
-        value, estimate = run.measured(target), run.predicted.get(target)
+        value = run.measured(target)
+        estimate = run.predicted.get(target)
         if value is None or estimate is None:
             continue
         error = math.log(value / estimate.median)
@@ -387,7 +394,8 @@ def interval_widening(runs: Sequence[Observation], target: Target) -> tuple[floa
         # agree on no factor that could be learnt, the predictor does not fit what runs here: what was read until now is no use.
         enough = min(widest, math.log1p(MOST_WIDENED / HALF_INTERVAL / shipped_sigma))
         if log_width >= enough and HALF_INTERVAL * _scatter(residuals.values()) > MOST_WIDENED:
-            misfit, log_width = index, 0.0
+            misfit = index
+            log_width = 0.0
             residuals.clear()
     return math.exp(log_width), misfit
 
@@ -473,10 +481,10 @@ def tune_weights(
 
     The newest 1,000 runs are learnt, of all devices alike.
 
-    Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others, by a hash of their
-    key, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On the newest runs
-    they are better, by 2% and by two standard errors of the difference. On the others they are worse by at most half a point. On
-    the shipped weights' reference data they stay within 1% of the shipped ones.
+    Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others. A hash of their
+    key chooses these, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On
+    the newest runs they are better, by 2% and by two standard errors of the difference. On the others they are worse by at most
+    half a point. On the shipped weights' reference data they stay within 1% of the shipped ones.
 
     Args:
         log: the log to learn from and to promote in.
@@ -488,7 +496,8 @@ def tune_weights(
         LogError: if the log cannot be used now. Nothing is promoted then.
     """
     make = partial(load_predictor, predictor) if isinstance(predictor, str) else predictor
-    in_use, candidate = make(), make()
+    in_use = make()
+    candidate = make()
     if not isinstance(in_use, Refinable) or not isinstance(candidate, Refinable):
         raise ConfigurationError(f"The predictor {predictor!r} cannot be fine-tuned; {DEFAULT_PREDICTOR!r} can.")
     since_ns = max((int(known.state_changed_at.timestamp() * 1e9) for known in log.weights(in_use.lineage)), default=0)
@@ -506,7 +515,8 @@ def tune_weights(
     with suppress(PredictorError):  # guards refuse damaged weights too, and a better generation takes their place
         in_use.use_refinement(None if promoted is None else promoted[1])
     candidate.use_refinement(data)
-    before, after = _judged(in_use, splits), _judged(candidate, splits)
+    before = _judged(in_use, splits)
+    after = _judged(candidate, splits)
     metrics = {
         f"{name} {when}": statistics.fmean(errors[name])
         for when, errors in (("before", before), ("after", after))
@@ -525,10 +535,11 @@ _Runs = Sequence[Observation]
 def _split(runs: _Runs) -> tuple[_Runs, _Runs, _Runs]:
     """Return the runs of one device to learn from, the newest ones, and those of the others that are kept back."""
     number = min(max(8, math.ceil(len(runs) / 4)), 200)
-    older, recent = runs[:-number], runs[-number:]
+    older = runs[:-number]
+    recent = runs[-number:]
     is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
     learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
-    present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
+    present = max((run.regime for run in runs), default=0)  # runs of an earlier regime must not decide a promotion
     return learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present]
 
 
@@ -563,7 +574,8 @@ def _why_not_better(
         name = f"kept back {target}"
         if not before[name]:
             continue
-        was, became = statistics.fmean(before[name]), statistics.fmean(after[name])
+        was = statistics.fmean(before[name])
+        became = statistics.fmean(after[name])
         if became > was + most_worse:
             return (
                 f"on older runs that were kept back, the mean error of {target} rose from {was:.3f} to {became:.3f}, and "
@@ -574,7 +586,8 @@ def _why_not_better(
     if len(old) < least_recent:
         return f"the newest runs have {len(old)} readings to judge by, and {least_recent} are needed"
     gains = [a - b for a, b in zip(old, new, strict=True)]
-    gain, chance = statistics.fmean(gains), 2.0 * statistics.stdev(gains) / math.sqrt(len(gains))
+    gain = statistics.fmean(gains)
+    chance = 2.0 * statistics.stdev(gains) / math.sqrt(len(gains))
     needed = max(least_gain * statistics.fmean(old), chance)
     if gain > needed:
         return ""

@@ -1,7 +1,7 @@
 """The measurement log: every verdict, and what the launched trials really cost. It never stops a study and never loses a row.
 
-A row goes to the database at once. While the database is locked, full or away, rows go to files beside the log, and a later call
-or the next opening of the log brings them in. Keys of rows are random, and an insert leaves out a row that is there already. So a
+A row goes to the database at once. While the database is locked, full or away, rows go to files beside the log. A later call, or
+the next opening of the log, brings them in. Keys of rows are random, and an insert leaves out a row that is there already. So a
 row that is written twice is there once.
 """
 
@@ -32,6 +32,7 @@ from sqlalchemy.orm import Session
 from perfguard import log_tables as tables
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user
 from perfguard.log_database import Database, leave, parse_url, reason_of, unusable
+from perfguard.log_export import write_csv, write_parquet
 from perfguard.log_location import default_location
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation
@@ -307,7 +308,9 @@ class MeasurementStore:
             if run is not None and run.status == "ok" and run.peak_memory_bytes and decision.graph_hash:
                 read[decision.graph_hash].append(run.peak_memory_bytes)
         usual = {graph_hash: statistics.median(readings) for graph_hash, readings in read.items()}
-        ended, running, now_ns = [], [], time.time_ns()
+        ended = []
+        running = []
+        now_ns = time.time_ns()
         for run, decision, device_id in rows:
             try:
                 if run is not None and device_id in (None, run.device_id):
@@ -378,10 +381,16 @@ class MeasurementStore:
     def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
         """Write one table with a row for each selected decision (None: all), and return how many there are.
 
-        Columns of the measurement begin with "measured_". ``path`` ends in ".csv", or in ".parquet", which needs pyarrow.
-        """
-        import pandas
+        Columns of the measurement begin with "measured_".
 
+        Args:
+            path: ends in ".csv", or in ".parquet", which needs `perfguard[export]`.
+            selection: which decisions.
+
+        Raises:
+            ConfigurationError: if ``path`` has another ending.
+            LogError: if the file cannot be written.
+        """
         path = Path(path)
         if path.suffix not in (".csv", ".parquet"):
             raise ConfigurationError(f"The file of an export must end in .csv or .parquet, but got {str(path)!r}.")
@@ -391,17 +400,17 @@ class MeasurementStore:
         ]
         query = (selection or Selection()).query(*decided, DeviceRow.device_id, *measured).order_by(DecisionRow.created_at_ns)
         with self._opened() as database, database.engine.connect() as connection:
-            table = pandas.read_sql(query, connection, dtype_backend="numpy_nullable")  # a count of bytes stays an integer
-        table.insert(0, "created_at", pandas.to_datetime(table["created_at_ns"], unit="ns", utc=True))
+            found = connection.execute(query)
+            columns = list(found.keys())
+            rows = found.all()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".csv":
-                table.to_csv(path, index=False)
-            else:
-                table.to_parquet(path, index=False)
-        except (OSError, ImportError) as error:
+            (write_csv if path.suffix == ".csv" else write_parquet)(path, columns, rows)
+        except ImportError as error:
+            raise LogError(f"An export to Parquet needs more packages: pip install 'perfguard[export]' ({error}).") from error
+        except OSError as error:
             raise LogError(f"The log cannot be exported to {path}: {error}.") from error
-        return len(table)
+        return len(rows)
 
     def promote(self, predictor: str, data: bytes, metrics: Mapping[str, Any] | None = None) -> str:
         """Put a new generation of weights into use and return its id. A promotion does not wait.

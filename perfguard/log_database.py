@@ -70,7 +70,8 @@ class Database:
 
         A log that is damaged, not ours to use, or cannot be opened, is a LogError.
         """
-        seen, before = self._look(), self._seen
+        seen = self._look()
+        before = self._seen
         if self.is_open and seen == before:
             return
         was_open, self.is_open = self.is_open, False
@@ -125,8 +126,8 @@ class Database:
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
             is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
-            mend = "Update perfguard. " if int(found) > int(LOG_FORMAT) else ""  # no released version has made an older one
-            raise LogError(f"The measurement log {self.name} {is_what}. {mend}{_ELSEWHERE}")
+            hint = "Update perfguard. " if int(found) > int(LOG_FORMAT) else ""  # no released version has made an older one
+            raise LogError(f"The measurement log {self.name} {is_what}. {hint}{_ELSEWHERE}")
         return found
 
     def _corrupt(self, reason: str) -> LogError:
@@ -174,7 +175,9 @@ class Database:
         if self.in_memory:
             return
         for path in sorted(self._beside.parent.glob(f"{glob.escape(self._beside.name)}.{'[0-9a-f]' * 32}.rows.jsonl")):
-            aside, damaged, reason = path.with_suffix(".damaged"), [], ""
+            aside = path.with_suffix(".damaged")
+            damaged = []
+            reason = ""
             with suppress(FileNotFoundError):  # another process was quicker
                 for line in path.read_bytes().splitlines(keepends=True):
                     try:
@@ -201,12 +204,14 @@ def _as_line(row: Row) -> str:
 def _row_in(line: bytes) -> Row:
     """The row that :func:`_as_line` wrote. Its columns are checked, since SQLite stores a text where a number is meant."""
     document = json.loads(line)
-    name, values = document["table"], document["row"]
+    name = document["table"]
+    values = document["row"]
     columns = Base.metadata.tables[name].columns
     if set(values) != set(columns.keys()):
         raise ValueError(f"a row of table {name!r} has other columns")
     for column in columns:
-        value, kind = values[column.name], column.type.python_type
+        value = values[column.name]
+        kind = column.type.python_type
         if kind is bytes:
             values[column.name] = base64.b64decode(value)
         elif value is not None and not isinstance(value, (int, float) if kind is float else kind):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from perfguard.quantities import Quantity
     from perfguard.verdict import Verdict
 
-LOG_FORMAT = "2"
+LOG_FORMAT = "3"
 _1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -208,8 +208,10 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
     )
     if run is None:
         return decided
-    measurement, predicted = measurement_of(run), decided.predicted
-    time, step_time = predicted.get("time"), predicted.get("step_time")
+    measurement = measurement_of(run)
+    predicted = decided.predicted
+    time = predicted.get("time")
+    step_time = predicted.get("step_time")
     stopped_early = bool(measurement.cut_short)
     if measurement.has_result and time is not None and step_time is not None:
         stopped_early = measurement.num_steps < WHOLE_TRIAL * time.median / step_time.median
@@ -251,7 +253,8 @@ def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, d
     predicted, _ = numbers_in(columns)
     names: dict[Target, Quantity] = {"memory": "memory", "time": "step_time"}
     widening = {target: columns[f"{name}_widening"] for target, name in names.items()}
-    step_time, epoch_time = predicted.get("step_time"), predicted.get("epoch_time")
+    step_time = predicted.get("step_time")
+    epoch_time = predicted.get("epoch_time")
     return Observation(
         graph,
         device,

@@ -1,7 +1,7 @@
 """Physical lower bounds on what a step needs on a device, independent of the predictor.
 
-:func:`least_reading` is a lower bound on a measurement. No correct reading is below it, so it leaves out all that a run can
-save: activations that recomputation saves, traffic that caches and fusion save, FLOPs that a faster algorithm saves.
+:func:`least_reading` is a lower bound on a measurement. No correct reading is below it, so it leaves out all that a run can save.
+Recomputation saves activations, caches and fusion save traffic, and a faster algorithm saves FLOPs.
 
 :class:`LeastMemory` is what the device must hold at once: the peak of live bytes, with activations. A step whose least memory is
 over the budget is hopeless.
@@ -149,12 +149,14 @@ class LeastMemory:
             instead_of: the prediction that the bound overrules, whose account goes on. None: there is none, and the account
                 begins with the bound.
         """
-        bound, roofline_s = "tensors that live at once do not fit", max(self.step_time_s, 1e-9)
+        bound = "tensors that live at once do not fit"
+        roofline_s = max(self.step_time_s, 1e-9)
         if instead_of is None:
             memory = Estimate.of_physics(self.num_bytes, 0.2, "tensors that live at once")
             step_time = Estimate.of_physics(roofline_s, 0.6, "at the device's peak rates")
         else:
-            memory, step_time = instead_of.peak_memory, instead_of.step_time
+            memory = instead_of.peak_memory
+            step_time = instead_of.step_time
         # The peak is above the bound with probability 0.999 (3.1 sigmas), and 1.9 times the bound in the middle. 62 published
         # runs of timm models on an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle.
         peak_memory = memory.then("least memory", bound, median=self.num_bytes * math.exp(3.1 * 0.2), log_sigma=0.2)

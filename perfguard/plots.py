@@ -87,7 +87,8 @@ def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory"
     limits = sorted({record.limits[quantity] / size for record in points if quantity in record.limits})
     values = [record.predicted[quantity].median / size for record in points] + limits
     values += [value / size for value in measured.values() if value is not None]
-    low, high = min(values) / 1.3, max(values) * 1.3
+    low = min(values) / 1.3
+    high = max(values) * 1.3
     left = low / math.pow(high / low, 0.14)  # the margin takes an eighth of the width
     figure = _figure(title, subtitle)
     for outcome, look in OUTCOMES.items():
@@ -270,7 +271,8 @@ def plot_account(
     Raises:
         ConfigurationError: without Plotly.
     """
-    noun, lines = SPECS[quantity].noun, lines_of(estimate)
+    noun = SPECS[quantity].noun
+    lines = lines_of(estimate)
     title = f"How the predicted {noun} came to be"
     if not lines:
         return _empty(title, "The prediction has no account. Its predictor gives none, or an older PerfGuard has made it.")
@@ -284,7 +286,8 @@ def plot_account(
         lines[:1] if lines[0].name == PHYSICS and len(lines) > 1 else []
     )  # how wrong physics alone would be is a guess, which is not drawn
     judged = lines[len(first) :]
-    rises, falls = OUTCOMES["pruned"].color, OUTCOMES["unmeasured"].color
+    rises = OUTCOMES["pruned"].color
+    falls = OUTCOMES["unmeasured"].color
     figure.add_bar(
         orientation="h",
         y=rows,
@@ -317,7 +320,8 @@ def plot_account(
             figure.add_vline(x=value / size, line=dash)
     known = [lines[0].median / size, *(end / size for line in judged for end in (line.low, line.high))]
     known += [value / size for value in (measured, limit) if value]
-    low, high = min(known) / 1.2, max(known) * 1.2
+    low = min(known) / 1.2
+    high = max(known) * 1.2
     ticks = _log_ticks(low, high)
     figure.update_xaxes(
         type="log",

@@ -161,7 +161,7 @@ class Prediction:
     energy: Estimate | None = None
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
-    """Parts that the trace does not account for, in words."""
+    """Parts that the trace does not account for, in words. :func:`perfguard.unmodelled.code_of` has the code of each."""
     widening: Mapping[Target, float] = field(default_factory=dict)
     """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
     trained_quantities: tuple[Target, ...] | None = None
@@ -227,7 +227,8 @@ class Prediction:
         def raised(estimate: Estimate, least: float) -> Estimate:
             return estimate.then("least reading", "no correct reading is lower", median=max(estimate.median, least))
 
-        step_time, total_time = raised(self.step_time, step_time_s), self.total_time
+        step_time = raised(self.step_time, step_time_s)
+        total_time = self.total_time
         slower = step_time.median / self.step_time.median
         if total_time is not None:
             total_time = raised(total_time, total_time.median * slower)

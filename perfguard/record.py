@@ -44,7 +44,7 @@ def column(quantity: Quantity, number: str) -> str:
 
 
 _COLUMNS = {quantity: tuple(column(quantity, number) for number in _NUMBERS) for quantity in QUANTITIES}
-_TEXTS = ("source", "phase", "bound", "grounds", "remark", "unjudged")
+_TEXTS = ("source", "phase", "bound", "grounds", "remark", "unjudged", "unmodelled")
 """The texts of a verdict, which have the names of its fields."""
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(("verdict", "repair", "predictor", *_TEXTS), str),

@@ -148,9 +148,13 @@ class Search:
         if self.last is None or self.has_warned:
             return
         self.has_warned = True
-        what, verb, remedy = "fits", "would", ""
+        what = "fits"
+        verb = "would"
+        remedy = ""
         if self.last.p_violation <= EVEN_CHANCE:
-            what, verb, remedy = "is sure to fit", "may", f", accept failures (risk={DEFAULT_RISK:g})"
+            what = "is sure to fit"
+            verb = "may"
+            remedy = f", accept failures (risk={DEFAULT_RISK:g})"
         warn_user(
             f"Nothing {what}: {self.num_rejected} proposals in a row {verb} break a budget, the last of them {self.last.reason}. "
             f"The study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, "

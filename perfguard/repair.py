@@ -97,7 +97,8 @@ def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_mo
     """
     if at_most < 2 or not fits(with_batch_size(workload, 2)):
         return int(_can_run(fits, with_batch_size(workload, 1)))
-    low, high = 2, 16
+    low = 2
+    high = 16
     while high < at_most and fits(with_batch_size(workload, high)):
         low, high = high, 8 * high
     if high >= at_most:
@@ -167,7 +168,8 @@ def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Re
 
     most = _MOST_PASSES // workload.accumulation
     sizes = [batch // passes for passes in range(most, 1, -1) if batch % passes == 0]
-    num_fitting, num_sizes = 0, len(sizes)
+    num_fitting = 0
+    num_sizes = len(sizes)
     while num_fitting < num_sizes:
         middle = (num_fitting + num_sizes) // 2
         if _can_run(fits, micro(sizes[middle], most_passes=2)):
@@ -211,7 +213,8 @@ def checkpointing(model: Any, *, on: bool) -> Iterator[None]:
 
 def _switch_of(model: Any) -> Callable[[bool], object] | None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # transformers since 5.23, and before
-        enable, disable = getattr(model, f"{name}_enable", None), getattr(model, f"{name}_disable", None)
+        enable = getattr(model, f"{name}_enable", None)
+        disable = getattr(model, f"{name}_disable", None)
         if callable(enable) and callable(disable):
             return lambda on: enable() if on else disable()
     switch = getattr(model, "set_grad_checkpointing", None)  # timm

@@ -179,7 +179,8 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
-    shown, summary = report.records[-max_rows:], report.summary
+    shown = report.records[-max_rows:]
+    summary = report.summary
     known = {quantity for record in shown for quantity in record.predicted}
     # The time by which most trials can be compared: of the whole trial, else of a step.
     times: tuple[Quantity, ...] = ("time", "step_time", "epoch_time", "latency")
@@ -201,7 +202,8 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     for picture in pictures:  # a title in a picture is one line, which a phone cuts
         picture.update_layout(title=None, margin={"t": 20})
     plots = [to_html(picture, **look) for picture in pictures]
-    plotly, script = get_plotlyjs(), _asset("report.js")
+    plotly = get_plotlyjs()
+    script = _asset("report.js")
     scripts = [plotly, script, *re.findall(r"<script[^>]*>(.*?)</script>", "".join(plots), flags=re.DOTALL)]
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
     page = Environment(autoescape=True)
@@ -254,11 +256,18 @@ def _row(record: TrialRecord, index: int, quantities: Sequence[Quantity]) -> dic
     """The cells of a trial."""
     numbers = []
     for quantity in quantities:
-        estimate, measured = record.predicted.get(quantity), record.counted(quantity)
+        estimate = record.predicted.get(quantity)
+        measured = record.counted(quantity)
         interval = "" if estimate is None else " to ".join(format_quantity(quantity, end) for end in estimate.interval())
         for value, small in ((None if estimate is None else estimate.median, interval), (measured, "")):
             numbers.append(("", "–", "") if value is None else (repr(value), format_quantity(quantity, value), small))
-    reasons = record.reason, "" if record.status in (None, "ok") else str(record.status), record.not_measured
+    not_modelled = "" if record.verdict is None else record.verdict.unmodelled
+    reasons = (
+        record.reason,
+        f"not modelled: {not_modelled}" if not_modelled else "",
+        "" if record.status in (None, "ok") else str(record.status),
+        record.not_measured,
+    )
     values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in flat(record.params).items()}
     return {
         "outcome": outcome_of(record),

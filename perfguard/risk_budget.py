@@ -1,7 +1,7 @@
 """RiskBudget: the share of a study's device time that may be lost in trials that exceed a budget, and where it is spent.
 
-Before the launch it is only known with which chance a trial exceeds a budget. Both mistakes cost something: a launched trial that
-fails costs the time until the failure shows, and a pruned trial that would have fitted is lost for good. :class:`RiskBudget` says
+Before the launch it is only known with which chance a trial exceeds a budget. Both mistakes cost something. A launched trial that
+fails costs the time until the failure shows. A pruned trial that would have fitted is lost for good. :class:`RiskBudget` says
 which doubtful trials are worth their risk, and :class:`History` where its times come from.
 """
 
@@ -61,9 +61,9 @@ class RiskBudget:
         L + A + p f <= r (S + T)
 
     It follows from what both mistakes cost. A trial that more likely fits than not is worth its time: of such trials, pruning
-    loses more good ones than launching loses time. A trial with p > 1/2 costs p f on average, and it is worth that while failures
-    are cheap, because each reading and each failure moves the predictor: what was doubtful becomes known. A predictor that is
-    wrong is corrected in this way, and one that is right has few trials above one half that fit.
+    loses more good ones than launching loses time. A trial with p > 1/2 costs p f on average. It is worth that while failures are
+    cheap, because each reading and each failure moves the predictor: what was doubtful becomes known. A predictor that is wrong
+    is corrected in this way, and one that is right has few trials above one half that fit.
 
     **What it promises.** The left side is the loss that is expected after this launch, if p is right. So no trial with p > 1/2 is
     launched that brings the expected loss above the share r. The loss itself passes the share by one such failure at most: by

@@ -55,7 +55,8 @@ def steps_of_finished(runs: Sequence[Observation], *, study: str, steps_per_epoc
 
 def _next_of(logs: Sequence[float]) -> tuple[float, float]:
     """Median and standard deviation of the next of ``logs``."""
-    number, median = len(logs), statistics.median(logs)
+    number = len(logs)
+    median = statistics.median(logs)
     distances = sorted(abs(value - median) for value in logs)
     quantile = distances[min(number, math.ceil(COVERAGE * (number + 1))) - 1]
     half = (number + 1) / max(1, number - 1) * quantile + math.log(2) / number

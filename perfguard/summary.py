@@ -45,7 +45,8 @@ class Errors:
     def __str__(self) -> str:
         if self.num_first == self.num_last:  # so few that both are the same trials
             return error_in_words(self.first)
-        first, last = error_in_words(self.first), error_in_words(self.last)
+        first = error_in_words(self.first)
+        last = error_in_words(self.last)
         return f"{first} in the first {self.num_first} trials, {last} in the last {self.num_last}"
 
 

@@ -38,7 +38,7 @@ class Tracker:
     """Writes trials into one tracker. A tracker that fails never stops a study: one :class:`TrackingWarning` says why.
 
     A trial that could not be written is written with a later one. After a failure the tracker is left alone for ten times as long
-    as the failure took, so the wait for a server that is away takes at most a tenth of the study's time.
+    as the failure took. So the wait for a server that is away takes at most a tenth of the study's time.
 
     Example:
         >>> Tracker("tensorboard", log_dir="runs/resnet")                                           # doctest: +SKIP
@@ -115,7 +115,8 @@ def _tensorboard_writer(log_dir: str | None = None) -> _Writer:
     """Numbers are scalars over the order of the trials, sentences are texts."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer, num_written = SummaryWriter(log_dir), 0
+    writer = SummaryWriter(log_dir)
+    num_written = 0
 
     def write(name: str, fields: Mapping[str, float | str]) -> None:
         nonlocal num_written

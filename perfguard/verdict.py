@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from perfguard.exceptions import ConfigurationError
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.risk_budget import EVEN_CHANCE
+from perfguard.unmodelled import codes_of
 
 if TYPE_CHECKING:
     from perfguard.budget import Limit
@@ -63,6 +64,8 @@ class Verdict:
     """How it is known what the trial runs. Empty: it is not known."""
     phase: str = ""
     """The phase of the trial that needs most memory, for instance "the evaluation". Empty: a training step."""
+    unmodelled: str = ""
+    """Codes of what the prediction leaves out, with commas; see :mod:`perfguard.unmodelled`. Empty: nothing is known to be."""
     guard_s: float = field(default=0.0, compare=False)
     """Seconds that the study has waited for PerfGuard since the verdict before; see :mod:`perfguard.guard_time`."""
     dry_run_s: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -97,6 +100,7 @@ class Verdict:
             accepted=accepted,
             bound=bound,
             is_ruled_out=bool(bound),
+            unmodelled=", ".join(dict.fromkeys(codes_of(prediction.unmodelled))),
             prediction=prediction,
         )
 

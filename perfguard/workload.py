@@ -224,7 +224,7 @@ class CapturedTrial:
 
     @property
     def mode(self) -> Mode:
-        """It trains."""
+        """Always "train"."""
         return "train"
 
     @property
@@ -395,7 +395,7 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
     except Exception as error:
         if is_missing_parameter(error, params):
             raise
-        raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}{_mend(error, params)}") from error
+        raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}{_hint(error, params)}") from error
 
 
 def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
@@ -404,7 +404,7 @@ def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
     return f"build(params) reads {missing}, which the trial has not suggested"
 
 
-def _mend(error: Exception, params: Mapping[str, Any]) -> str:
+def _hint(error: Exception, params: Mapping[str, Any]) -> str:
     """A correction of a common mistake; empty: none is known."""
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         if error.obj is not params:

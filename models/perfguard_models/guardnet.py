@@ -333,7 +333,7 @@ class GuardNet:
         of_the_process, before = posterior.prior.total, torch.tensor([shipped.log_sigma], dtype=torch.float64)
         scale = scale_of(shipped.log_sigma, of_the_process)
         inputs = gp_inputs([raw], target, regime=float(posterior.regime), scale=scale, setting=_setting_of(graph))
-        means, log_sigmas = posterior.at(inputs)
+        means, log_sigmas = posterior.predict(inputs)
         # The process has one prior; a graph may be harder or easier than those that it was made for.
         log_sigmas = log_sigmas * before / of_the_process / scale
         above, above_log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.memory_log_sigma)

@@ -127,8 +127,8 @@ def read_trained(path: Path, learner_of: Callable[[str], type[Learner]]) -> Fitt
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    mend = "perfguard train TABLE --predictor NAME --out DIR"
-    tensors, card = read_pair(path, mend=mend, made_for={"format": FORMAT})
+    hint = "perfguard train TABLE --predictor NAME --out DIR"
+    tensors, card = read_pair(path, hint=hint, made_for={"format": FORMAT})
     with fitting(f"The weights {path.name!r}"):
         learner = learner_of(card["predictor"]).from_state(tensors, card["settings"])
         calibration = Calibration(card["calibration"]["floor"], card["calibration"]["scale"])
@@ -136,12 +136,12 @@ def read_trained(path: Path, learner_of: Callable[[str], type[Learner]]) -> Fitt
     return FittedModel(learner, card, calibration)
 
 
-def read_pair(path: Path, *, mend: str, made_for: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_pair(path: Path, *, hint: str, made_for: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of PATH.safetensors by name, and the card PATH.json.
 
     Args:
         path: of both files, without suffix.
-        mend: the command that makes them again, for messages.
+        hint: the command that makes them again, for messages.
         made_for: what the card must have, because the code depends on it.
 
     Raises:
@@ -152,7 +152,7 @@ def read_pair(path: Path, *, mend: str, made_for: Mapping[str, Any]) -> tuple[di
         card = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PredictorError(
-            f"The weights {path.name!r} cannot be read: {error}. Reinstall perfguard, or train them again with `{mend}`."
+            f"The weights {path.name!r} cannot be read: {error}. Reinstall perfguard, or train them again with `{hint}`."
         ) from error
     check_made_for(card, path.name, made_for)
     if len(data) > LARGEST_BYTES or card.get("sha256") != hashlib.sha256(data).hexdigest():

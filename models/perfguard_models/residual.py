@@ -139,7 +139,7 @@ class ResidualPosterior:
         """Regime of the next runs. Shape: ()."""
         return self.seen.regime.max()
 
-    def at(self, inputs: GPInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict(self, inputs: GPInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,)."""
         cross = self.prior.kernel(inputs, self.seen)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)

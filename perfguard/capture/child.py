@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from perfguard.capture.held import held_bytes
+from perfguard.capture.preload import imported_since
 from perfguard.capture.seal import Seal, explain, leave_databases, sealed
 from perfguard.capture.stops import is_of_user
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -108,8 +109,9 @@ def fork(*, keeps_autograd: bool) -> int:
 def load_stage() -> None:
     """Import what each dry run needs, and let this process :func:`compute_alone`.
 
-    PyTorch loads its compiler with the first optimizer, and keeps alive what is on the stack then.
+    PyTorch loads its compiler with the first optimizer, which takes a second or two, and keeps alive what is on the stack then.
     """
+    import torch._dynamo  # noqa: F401
 
     import perfguard.capture.trial  # noqa: F401
 
@@ -217,6 +219,7 @@ def dry_run(
 ) -> None:
     """Run in the child: capture the objective, and send what it shows."""
     process = os.getpid()
+    imported_before = {*sys.modules}
     is_cancelled = False
 
     def send(word: str, content: Any) -> None:
@@ -238,6 +241,8 @@ def dry_run(
     found = capture_or_error(lambda: objective(ask), device, options=options, seal=seal)
     if is_cancelled:
         return
+    if imported := imported_since(imported_before):
+        send("imported", imported)
     try:
         send("failed" if isinstance(found, Exception) else "captured", found)
     except Exception as error:

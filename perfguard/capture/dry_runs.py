@@ -6,6 +6,8 @@
 
 Where no process can be forked, a new one makes one dry run, in the place of both (`spawned.py`).
 
+What dry runs import, the server imports before the next one (`preload.py`).
+
 Messages to the server and the child are (word, content); those from them are (number of the dry run, word, content).
 
 A child that hangs, dies or takes too much memory costs its limit, and its trial runs unguarded, with the cause.
@@ -17,6 +19,7 @@ import copy
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -37,6 +40,7 @@ from perfguard.capture.child import (
     await_child,
     can_fork,
     child_sealed,
+    compute_alone,
     dry_run,
     end_orphans,
     fork,
@@ -46,6 +50,7 @@ from perfguard.capture.child import (
     silence_output,
 )
 from perfguard.capture.errors import LeftOutError, SelfEnded
+from perfguard.capture.preload import preload
 from perfguard.capture.remembered import Remembered
 from perfguard.capture.seal import adopt_orphans, remove_scratch
 from perfguard.capture.spawned import Spawned
@@ -94,6 +99,8 @@ class DryRuns:
         self.most_failed = most_failed
         self._num_failed_late = 0
         self._num_runs = 0
+        self._imported: dict[str, None] = {}
+        """Modules that dry runs have imported, and the server has not."""
         self._remembered = Remembered(most_failed=most_failed)
         self._spares = spares
         self._replays: bool | None = None
@@ -282,6 +289,7 @@ class DryRuns:
         self._num_runs += 1
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
         try:
+            self._let_server_import(pipe)
             pipe.send(("run", (self._num_runs, most_s, options)))
             while True:
                 if problem := self._await_word(pipe, began, most_s):
@@ -289,6 +297,9 @@ class DryRuns:
                     return CaptureError(problem)
                 number, word, content = pipe.recv()
                 if number != self._num_runs:  # the last word of a dry run before
+                    continue
+                if word == "imported":
+                    self._imported.update(dict.fromkeys(content))
                     continue
                 if word != "ask":
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
@@ -312,6 +323,13 @@ class DryRuns:
         except KeyboardInterrupt:
             self.close()
             raise
+
+    def _let_server_import(self, pipe: Connection) -> None:
+        """Let the server import what dry runs have imported, as far as this process has imported it too."""
+        names = tuple(name for name in self._imported if name in sys.modules)
+        if names and self._spawned is None:
+            pipe.send(("import", names))
+            self._imported = {name: None for name in self._imported if name not in names}
 
     def _await_word(self, pipe: Connection, began: float, most_s: float) -> str:
         """Wait for a message, and return why there is none. Empty: there is one, or its sender has ended."""
@@ -346,6 +364,10 @@ def _serve(
             if not pipe.poll(1.0):  # other processes may hold the other end open
                 continue
             request, content = pipe.recv()
+            if request == "import":
+                preload(content, device)
+                compute_alone()
+                gc.freeze()
             if request != "run":  # for a child that has ended by itself
                 continue
             number, most_s, options = content

@@ -39,7 +39,8 @@ def calibrate(arguments: argparse.Namespace) -> None:
         if record.status not in (None, "ok"):
             print(f"{record.status}: {dict(record.params)}: {record.note}")
     print(summarize(records, title="perfguard calibrate"))
-    number, seconds = sum(record.status == "ok" for record in records), time.monotonic() - began
+    number = sum(record.status == "ok" for record in records)
+    seconds = time.monotonic() - began
     print(
         f"{number} steps in {seconds:.0f} s. Predictions for {device.name} learn from them: they are in the log {log.location}."
     )

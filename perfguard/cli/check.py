@@ -17,6 +17,7 @@ from perfguard.cli.subject import add_subject_arguments, chance, check_subject, 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.risk_budget import SMALL_CHANCE
+from perfguard.unmodelled import codes_of
 from perfguard.verdict import check_chance
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def check(arguments: argparse.Namespace) -> int:
     except ConfigurationError:
         raise
     except Exception as error:  # Python's own exit status would be 1, which means that it does not fit
-        result, reason = "cannot tell", str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
+        result = "cannot tell"
+        reason = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
     status = {"fits": 0, "does not fit": 1, "cannot tell": 3}[result]
     if arguments.json:
         print(json.dumps({"result": result, "exit_status": status, "reason": reason} | document, indent=2))
@@ -118,7 +120,8 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
     """The guard's verdict, without a risk budget, and what is known of what was judged."""
     from perfguard.physics import LeastMemory
 
-    guard, limits = guard_for(device, log=arguments.log), functools.partial(budget.limits, device=device)
+    guard = guard_for(device, log=arguments.log)
+    limits = functools.partial(budget.limits, device=device)
     guard.budget = budget
     if arguments.max_host_memory is not None and not is_script(arguments):
         raise ConfigurationError("--max-host-memory is for a script, such as train.py: only a dry run shows what the host holds.")
@@ -170,4 +173,5 @@ def _numbers_of(verdict: Verdict) -> dict[str, Any]:
         "predictor": None if prediction is None else prediction.predictor,
         "trained_on_device": None if prediction is None else prediction.trained_on_device,
         "unmodelled": [] if prediction is None else list(prediction.unmodelled),
+        "unmodelled_codes": [] if prediction is None else codes_of(prediction.unmodelled),
     }

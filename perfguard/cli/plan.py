@@ -28,6 +28,7 @@ from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeErr
 from perfguard.predictor import SECONDS_PER_HOUR
 from perfguard.quantities import format_bytes, format_dollars, format_seconds, parse_dollars
 from perfguard.risk_budget import SMALL_CHANCE
+from perfguard.unmodelled import notes_of_unmodelled
 from perfguard.verdict import chance_in_words, check_chance
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Place(NamedTuple):
+class GpuSet(NamedTuple):
     """The GPUs of one run."""
 
     name: str
@@ -113,18 +114,19 @@ def plan(arguments: argparse.Namespace) -> int:
             import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
         except ImportError as error:
             raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
-    places, budget = _places(arguments), budget_of(memory_budget=arguments.max_memory)
-    for place in places:
-        budget.check_device(place.device)
-    if len(words) * len(places) > _MOST_DRY_RUNS:
+    gpu_sets = _gpu_sets(arguments)
+    budget = budget_of(memory_budget=arguments.max_memory)
+    for gpus in gpu_sets:
+        budget.check_device(gpus.device)
+    if len(words) * len(gpu_sets) > _MOST_DRY_RUNS:
         raise ConfigurationError(
-            f"--try makes {len(words)} combinations on {len(places)} sets of GPUs, and at most {_MOST_DRY_RUNS} dry runs are "
+            f"--try makes {len(words)} combinations on {len(gpu_sets)} sets of GPUs, and at most {_MOST_DRY_RUNS} dry runs are "
             "made. Leave values out, or fix a word after --."
         )
     rows: list[Row] = []
-    notes = [note for place in places for note in alias_notes(place.card, place.device)]
+    notes = [note for gpus in gpu_sets for note in alias_notes(gpus.card, gpus.device)]
     try:
-        for row in _tried(arguments, places, words, budget):
+        for row in _tried(arguments, gpu_sets, words, budget):
             rows.append(row)  # what is known when Ctrl-C comes
         results = {row["result"] for row in rows} - {"learns otherwise"}
         status = 0 if "fits" in results else 1 if results == {"does not fit"} else 3
@@ -135,8 +137,8 @@ def plan(arguments: argparse.Namespace) -> int:
         print("\r\x1b[K", end="", file=sys.stderr)
     if rows and not arguments.tries and all("mfu" in row and "arguments" not in row for row in rows):
         notes.append("The script makes no TrainingArguments, so it has one way. Name words to try: --try --batch-size 1,2,4")
-    for place in places:
-        _add_shared([row for row in rows if "mfu" in row and row["gpus"] == place.name], place.price)
+    for gpus in gpu_sets:
+        _add_shared([row for row in rows if "mfu" in row and row["gpus"] == gpus.name], gpus.price)
     rows.sort(key=lambda row: (_RESULTS.index(row["result"]), -row.get("samples_per_s", 0)))
     if arguments.json:
         print(json.dumps({"exit_status": status, "ways": rows, "notes": notes}, indent=2))
@@ -145,8 +147,9 @@ def plan(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _places(arguments: argparse.Namespace) -> list[Place]:
-    names, prices = arguments.gpus, arguments.price_per_hour
+def _gpu_sets(arguments: argparse.Namespace) -> list[GpuSet]:
+    names = arguments.gpus
+    prices = arguments.price_per_hour
     found = []
     listed = list(dict.fromkeys(name.strip().lower() for name in names.split(",") if name.strip()))
     each = [] if prices is None else [parse_dollars(price, what="--price-per-hour") for price in prices.split(",")]
@@ -158,7 +161,7 @@ def _places(arguments: argparse.Namespace) -> list[Place]:
         count, card = re.fullmatch(r"(?:([1-9]\d*)x)?(.*)", name).groups()  # type: ignore[union-attr]
         ranks = None if count is None else int(count)
         price = (each * len(listed))[number] * (ranks or 1) if each else None
-        found.append(Place(name, card, in_network(resolve_device(card), arguments), ranks, price))
+        found.append(GpuSet(name, card, in_network(resolve_device(card), arguments), ranks, price))
     if not found:
         raise ConfigurationError("--gpus must name GPUs, for instance 8xh100 or 8xh100,4xa100-80gb.")
     return found
@@ -192,24 +195,24 @@ def _ways_in_words(tries: Sequence[str], fixed: Sequence[str]) -> list[list[str]
     return [[*fixed], *(way for way in ways if way != [*fixed])]
 
 
-def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequence[list[str]], budget: Budget) -> Iterator[Row]:
-    """Yield what is known of each way on each place. The first whose samples are seen says how many a step has."""
+def _tried(
+    arguments: argparse.Namespace, gpu_sets: Sequence[GpuSet], words: Sequence[list[str]], budget: Budget
+) -> Iterator[Row]:
+    """Yield what is known of each way on each set of GPUs. The first whose samples are seen says how many a step has."""
     wanted = total = arguments.samples_per_step
-    for place in places:
-        guard = guard_within(budget, place.device)
+    for gpus in gpu_sets:
+        guard = guard_within(budget, gpus.device)
         ways: list[tuple[list[str], Setup | None]] = [(way, None) for way in words]
         row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
             name = str(setup) if setup else shlex.join(way[len(arguments.words) :]) or "as it stands"
             if sys.stderr.isatty():
-                print(f"\rdry run {number} of {len(ways)} on {place.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
-            row: Row = {"gpus": place.name, "way": name, "words": way}
+                print(f"\rdry run {number} of {len(ways)} on {gpus.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
+            row: Row = {"gpus": gpus.name, "way": name, "words": way}
             asked: list[Setup] = []
             choose = None if arguments.tries else functools.partial(_choose, setup, asked)
             try:
-                seen = capture_script(
-                    arguments.source, way, place.device, world_size=place.ranks, spares=not row_of, choose=choose
-                )
+                seen = capture_script(arguments.source, way, gpus.device, world_size=gpus.ranks, spares=not row_of, choose=choose)
                 samples = (seen.samples_per_step or 0) * seen.num_ranks
                 wanted = wanted or samples
                 graphs = seen.graph, *seen.phases.values()
@@ -217,7 +220,7 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
                 if same is not row:  # some words say what the script does anyway
                     same["way"] += f" = {name}"
                     continue
-                row |= _judged(seen, guard, place, wanted, risk=arguments.risk)
+                row |= _judged(seen, guard, gpus, wanted, risk=arguments.risk)
             except TooLargeError as error:
                 row |= {"result": "does not fit", "reason": str(error)}
             except Exception as error:
@@ -228,9 +231,9 @@ def _tried(arguments: argparse.Namespace, places: Sequence[Place], words: Sequen
                 row["way"] = name if setup else f"{asked[0]} (as it stands)"
             yield row
             if asked and not setup:
-                total = total or asked[0].micro_batch * asked[0].accumulation * place.num_gpus
-                each, rest = divmod(total, place.num_gpus)
-                others = setups(asked[0], samples=each, world_size=place.num_gpus, allows_8bit=arguments.allow_8bit)
+                total = total or asked[0].micro_batch * asked[0].accumulation * gpus.num_gpus
+                each, rest = divmod(total, gpus.num_gpus)
+                others = setups(asked[0], samples=each, world_size=gpus.num_gpus, allows_8bit=arguments.allow_8bit)
                 ways += [(way, other) for other in others if other != asked[0] and not rest]
 
 
@@ -239,10 +242,10 @@ def _choose(chosen: Setup | None, asked: list[Setup], found: Setup) -> Setup:
     return chosen or found
 
 
-def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int, *, risk: float) -> Row:
+def _judged(seen: CapturedTrial, guard: Guard, gpus: GpuSet, wanted: int, *, risk: float) -> Row:
     """Predict what a process of a way needs, and what all make of it."""
-    if seen.num_ranks != place.num_gpus:
-        right = f"{seen.num_ranks}x{place.card}" if seen.num_ranks > 1 else place.card
+    if seen.num_ranks != gpus.num_gpus:
+        right = f"{seen.num_ranks}x{gpus.card}" if seen.num_ranks > 1 else gpus.card
         return {"result": "left out", "reason": f"the script trains on {seen.num_ranks} GPUs: give --gpus {right}"}
     samples, tokens = ((size or 0) * seen.num_ranks for size in (seen.samples_per_step, seen.tokens_per_step))
     if not samples:
@@ -250,14 +253,15 @@ def _judged(seen: CapturedTrial, guard: Guard, place: Place, wanted: int, *, ris
         return {"result": "left out", "reason": reason}
     if samples != wanted:
         return {"result": "learns otherwise", "samples_per_step": samples}
-    graph, device = seen.graph, place.device
+    graph = seen.graph
+    device = gpus.device
     limits = functools.partial(guard.budget.limits, device=device)
     verdict = guard.judge(graph, limits, threshold=risk, phases=seen.phases)
     result, reason = result_of(verdict, risk)
     prediction = verdict.prediction
     assert prediction is not None
     step_s = prediction.step_time.median
-    notes = [f"not modelled: {text}" for text in prediction.unmodelled]
+    notes = notes_of_unmodelled(prediction.unmodelled)
     if any("batch_norm" in op.name for op in graph.ops):
         notes.append("Batch normalization sees one micro-batch at a time, so another micro-batch learns something else.")
     if not prediction.trained_on_device:
@@ -286,7 +290,8 @@ def _add_shared(rows: Sequence[Row], price: float | None) -> None:
         row["mfu"] *= min(other["flops"] for other in rows) / row["flops"]
         row["steps"] = next((other["steps"] for other in rows if other["steps"]), None)  # all make as many
         if price is not None:
-            cost, tokens = price * row["step_time_s"]["median"] / SECONDS_PER_HOUR, row["tokens_per_step"]
+            cost = price * row["step_time_s"]["median"] / SECONDS_PER_HOUR
+            tokens = row["tokens_per_step"]
             name, number = ("million_tokens", tokens / 1e6) if tokens else ("1000_samples", row["samples_per_step"] / 1e3)
             row[f"cost_of_{name}"] = cost / number
             row["cost"] = row["steps"] and row["steps"] * cost

@@ -16,6 +16,7 @@ from perfguard.devices import Device, catalog, mig_instance, resolve_device, sma
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
+from perfguard.unmodelled import codes_of, notes_of_unmodelled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,12 +58,14 @@ def predict(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         check_page("--plot", arguments.plot)
     devices = [in_network(device, arguments) for device in _devices(arguments.gpu)]
-    work_on, predictor = subject_of(arguments), load_predictor()
+    work_on = subject_of(arguments)
+    predictor = load_predictor()
     if len(devices) > 1:
         _rank(arguments, devices, work_on, predictor, price)
         return
     (device,) = devices
-    forecaster, work = forecaster_for(device, log=arguments.log, predictor=predictor), work_on(device)
+    forecaster = forecaster_for(device, log=arguments.log, predictor=predictor)
+    work = work_on(device)
     graph = work.graph
     prediction, phases = work.predict(forecaster)
     op_time_s = operator_times_s(predictor, prediction, graph, device)
@@ -100,7 +103,8 @@ def predict(arguments: argparse.Namespace) -> None:
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
-add_dry_run_arguments, dry_run = add_predict_arguments, predict  # by the name that a script suggests
+add_dry_run_arguments = add_predict_arguments
+dry_run = predict  # by the name that a script suggests
 
 
 def _devices(names: str) -> list[Device]:
@@ -131,7 +135,8 @@ def _rank(
         if target not in works:
             works[target] = work_on(device)
         forecaster = forecaster_for(device, log=arguments.log, predictor=predictor)
-        prediction, graph = works[target].predict(forecaster)[0], works[target].graph
+        prediction = works[target].predict(forecaster)[0]
+        graph = works[target].graph
         rows.append(_as_json(prediction, device, graph, arguments.batch_size, price))
         rows[-1]["fits"] = rows[-1]["p_oom"] <= 0.05
     rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))
@@ -252,6 +257,7 @@ def _as_json(
         "time_parts_s": dict(prediction.time_parts_s),
         "time_by_kind_s": dict(prediction.time_by_kind_s),
         "unmodelled": list(prediction.unmodelled),
+        "unmodelled_codes": codes_of(prediction.unmodelled),
     }
 
 
@@ -301,7 +307,7 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     if prediction.time_by_kind_s:
         by_kind = _in_words(prediction.time_by_kind_s)
         _print_parts(console, "step time by kind of operator", by_kind, format_seconds, most=6)
-    notes = list(document["notes"]) + [f"not modelled: {text}" for text in prediction.unmodelled]
+    notes = list(document["notes"]) + notes_of_unmodelled(prediction.unmodelled)
     if not prediction.trained_on_device:
         missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
         the = f"the {missing[0]} of " if len(missing) == 1 else ""  # the other quantity was measured
@@ -412,7 +418,8 @@ def _print_explanation(console: Console, explained: Mapping[str, Any], graph: Op
 
     operators = [row for row in explained["operators"] if row["calls"]]
     others = [row for row in explained["operators"] if not row["calls"]]
-    shown, rest = operators[:15], operators[15:]
+    shown = operators[:15]
+    rest = operators[15:]
     total = together("together", explained["operators"])
     table = Table(title=f"step time by operator on {device.name}")
     table.add_column("operator", overflow="fold")

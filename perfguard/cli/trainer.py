@@ -58,7 +58,8 @@ def setups(before: Setup, *, samples: int, world_size: int, allows_8bit: bool) -
     passes = sorted(number for number in {*_ACCUMULATIONS, before.accumulation} if samples % number == 0)
     can_shard = world_size > 1 and not before.sharding
     can_shrink = allows_8bit and before.optimizer.startswith("adamw_torch")
-    shardings, optimizers = [before.sharding] + [True] * can_shard, [before.optimizer] + ["adamw_8bit"] * can_shrink
+    shardings = [before.sharding] + [True] * can_shard
+    optimizers = [before.optimizer] + ["adamw_8bit"] * can_shrink
     for number, checkpointing, optimizer, sharding in itertools.product(passes, [False, True], optimizers, shardings):
         yield Setup(samples // number, number, checkpointing, optimizer, sharding)
 

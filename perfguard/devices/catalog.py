@@ -86,11 +86,11 @@ class Device:
         return {name: getattr(self, name) for name in names}
 
     def with_memory(self, memory_bytes: int) -> Device:
-        """The same device with another capacity, for a part of a card or a limited process."""
+        """Return the device with another capacity, for a part of a card or a limited process."""
         return replace(self, memory_bytes=memory_bytes)
 
     def with_network(self, bytes_per_s: float) -> Device:
-        """The same device in nodes that a network joins.
+        """Return the device in nodes that a network joins.
 
         Args:
             bytes_per_s: of the network in one direction, divided by the GPUs of a node. Eight GPUs that share two adapters of

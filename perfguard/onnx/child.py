@@ -35,11 +35,11 @@ _CONTRADICTION = "The file contradicts the ONNX specification. Export it again."
 
 
 class Refusal(Exception):
-    """The file cannot be used: ``problem`` is a sentence that begins with the verb, ``mend`` what to do about it."""
+    """The file cannot be used: ``problem`` is a sentence that begins with the verb, ``hint`` what to do about it."""
 
-    def __init__(self, problem: str, mend: str, *, is_argument: bool = False) -> None:
-        super().__init__(problem, mend)
-        self.answer = {"problem": problem, "mend": mend, "is_argument": is_argument}
+    def __init__(self, problem: str, hint: str, *, is_argument: bool = False) -> None:
+        super().__init__(problem, hint)
+        self.answer = {"problem": problem, "hint": hint, "is_argument": is_argument}
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
         text = json.dumps({"is_out_of_memory": True})
     except Exception as error:  # whatever a damaged file leads to, here or in C++, is a reason to refuse it
         reason = _reason(error) or type(error).__name__
-        text = json.dumps({"problem": f"is no ONNX model, or damaged: {reason}", "mend": "Export or download it again."})
+        text = json.dumps({"problem": f"is no ONNX model, or damaged: {reason}", "hint": "Export or download it again."})
     _write(text.encode(), PLACE_BYTES)
 
 
@@ -169,12 +169,12 @@ def _loaded(path: str, most_nodes: int) -> onnx.ModelProto:
     _at("its graph")
     if not model.HasField("graph"):
         raise Refusal("holds no graph", "Is it an ONNX model? Export it again.")
-    mend = f"Update onnx (installed: {onnx.__version__}), or export for it."
+    hint = f"Update onnx (installed: {onnx.__version__}), or export for it."
     newest = onnx.defs.onnx_opset_version()
     if model.ir_version > onnx.IR_VERSION:
-        raise Refusal(f"has IR version {model.ir_version}, the installed onnx knows up to {onnx.IR_VERSION}", mend)
+        raise Refusal(f"has IR version {model.ir_version}, the installed onnx knows up to {onnx.IR_VERSION}", hint)
     if not 1 <= _opset(model) <= newest:
-        raise Refusal(f"has opset {_opset(model)}, the installed onnx knows 1 to {newest}", mend)
+        raise Refusal(f"has opset {_opset(model)}, the installed onnx knows 1 to {newest}", hint)
     number = _num_operators(model.graph)
     if number <= most_nodes and model.functions:
         _at("its functions")
@@ -271,8 +271,8 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
             elif not dim.HasField("dim_value"):
                 open_.append(f"axis {axis} of {name!r}{f' ({dim.dim_param})' if dim.dim_param else ''}")
             elif dim.dim_value < 1:
-                mend = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
-                raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", mend)
+                hint = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
+                raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", hint)
     if open_:
         more = f" and {len(open_) - 8} more" if len(open_) > 8 else ""
         raise Refusal(

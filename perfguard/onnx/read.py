@@ -123,8 +123,8 @@ def read_network(
     answer = _ask(path, request)
     if "problem" in answer:
         if answer.get("is_argument"):
-            raise ConfigurationError(f"{answer['problem']}. {answer['mend']}")
-        raise OnnxError(path, answer["problem"], answer["mend"])
+            raise ConfigurationError(f"{answer['problem']}. {answer['hint']}")
+        raise OnnxError(path, answer["problem"], answer["hint"])
     return Network(
         nodes=[_node(*fields) for fields in answer["nodes"]],
         types={

@@ -50,7 +50,7 @@ def first(place: GPInputs, count: int) -> GPInputs:
 
 def latent_variance(posterior: ResidualPosterior, x: GPInputs) -> torch.Tensor:
     """Of the residual itself, without the noise of a new measurement."""
-    return posterior.at(x)[1].square() - posterior.noise**2 * x.scale.square()
+    return posterior.predict(x)[1].square() - posterior.noise**2 * x.scale.square()
 
 
 def slow_kernel(prior: ResidualPrior, a: GPInputs, b: GPInputs) -> npt.NDArray[np.float64]:
@@ -84,7 +84,7 @@ def test_posterior_without_reweighting_is_textbook(seed: int, num_points: int) -
     y = torch.sin(3 * x.x.sum(1))
     posterior = condition(GAUSSIAN, x, y)
     mean, variance = textbook(PRIOR, x, y, new)
-    np.testing.assert_allclose(posterior.at(new)[0], mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(posterior.predict(new)[0], mean, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(latent_variance(posterior, new), variance, rtol=1e-3, atol=1e-6)
 
 
@@ -104,8 +104,8 @@ def test_posterior_is_robust_to_one_outlier(seed: int, position: int) -> None:
         """How far, and what is uncertain there."""
         absurd = y.clone()
         absurd[position] += math.log(factor)
-        mean, deviation = condition(prior, x, absurd).at(new)
-        return (mean - condition(prior, x, y).at(new)[0]).abs(), deviation
+        mean, deviation = condition(prior, x, absurd).predict(new)
+        return (mean - condition(prior, x, y).predict(new)[0]).abs(), deviation
 
     trusting, _ = moved(1e3, GAUSSIAN)
     by_a_thousand, deviation = moved(1e3)
@@ -123,7 +123,7 @@ def test_left_out_equals_refit_on_the_others(seed: int) -> None:
     for index in range(7):
         others = [other for other in range(7) if other != index]
         alone = condition(GAUSSIAN, GPInputs(*(column[others] for column in x)), y[others])
-        mean = alone.at(GPInputs(*(column[[index]] for column in x)))[0]
+        mean = alone.predict(GPInputs(*(column[[index]] for column in x)))[0]
         assert float(left_out[index]) == pytest.approx(float(y[index] - mean), abs=1e-6)
 
 
@@ -137,7 +137,7 @@ def test_posterior_learns_new_regime_from_three_runs() -> None:
     posterior = condition(prior, place, trend + 0.5 * regime)
     new = embeddings(5, 1)
     at = under_equal_conditions(new)._replace(regime=posterior.regime.expand(5))
-    torch.testing.assert_close(posterior.at(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
+    torch.testing.assert_close(posterior.predict(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
 
 
 @pytest.mark.parametrize("of_the_step", [[0.1, math.log(4), 0.1], [0.4, 0.4, 0.0], [0.4] * 9 + [0.0], [0.4, 0.38, -5.0, 0.42]])
@@ -146,7 +146,7 @@ def test_agreeing_readings_of_a_step_outweigh_its_like(of_the_step: list[float])
     x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(len(of_the_step), 3)]))
     y = torch.cat([torch.zeros(10), torch.tensor(of_the_step)]).double()
     same = GPInputs(*(column[-1:] for column in x))
-    mean, sigma = condition(prior, x, y).at(same)
+    mean, sigma = condition(prior, x, y).predict(same)
     assert mean.item() == pytest.approx(np.median(of_the_step), abs=0.06)
     assert sigma.item() < 0.1
 
@@ -162,7 +162,7 @@ def test_bound_has_moments_of_a_truncated_normal(least: float) -> None:
     posterior = condition(GAUSSIAN, NOWHERE, NOWHERE.scale, bounds=Bounds(out, torch.tensor([least]).double()))
     # What is learnt is of the step's like, not of its noise: of a like step as much as the smooth part is of the whole.
     smooth = PRIOR.variance(out).item() / sigma**2
-    mean, own_sigma = posterior.at(out)
+    mean, own_sigma = posterior.predict(out)
     assert mean.item() == pytest.approx(smooth * above.mean(), rel=1e-3)
     assert own_sigma.item() ** 2 == pytest.approx(sigma**2 - smooth**2 * (sigma**2 - above.var()), rel=1e-3)
 
@@ -174,7 +174,7 @@ def test_more_failures_never_say_that_less_is_needed(noise: float) -> None:
     for number in (1, 2, 20, 60, 200):
         out = under_equal_conditions(embeddings(number, 0))
         bounds = Bounds(out, torch.full((number,), 0.3).double())
-        means.append(condition(prior, NOWHERE, NOWHERE.scale, bounds=bounds).at(new)[0].item())
+        means.append(condition(prior, NOWHERE, NOWHERE.scale, bounds=bounds).predict(new)[0].item())
     assert means == sorted(means)
 
 
@@ -187,4 +187,4 @@ def test_posterior_adapts_to_machine_change(shift: float) -> None:
     others = GPInputs(*(column[50:] for column in at))
     for number in (10, 20):
         learnt = condition(prior, first(at, number), shift + scatter[:number])
-        assert float((learnt.at(others)[0] - shift).abs().max()) < 0.03
+        assert float((learnt.predict(others)[0] - shift).abs().max()) < 0.03

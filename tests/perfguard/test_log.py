@@ -237,8 +237,8 @@ def test_unsound_log_file_is_named_and_left_alone(path: Path, make: Any) -> None
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("99", r"log\.db has format 99, this PerfGuard reads 2; .*\. Update perfguard\. "),
-        ("1", r"log\.db has format 1, this PerfGuard reads 2; it is left as it is\. (?!Update)"),
+        ("99", r"log\.db has format 99, this PerfGuard reads 3; .*\. Update perfguard\. "),
+        ("1", r"log\.db has format 1, this PerfGuard reads 3; it is left as it is\. (?!Update)"),
     ],
 )
 def test_log_of_another_version_is_left_as_it_is(path: Path, version: str, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import math
 import random
 import re
@@ -18,6 +19,7 @@ import pytest
 from perfguard import Estimate, Limit, Measurement, MeasurementStore, Prediction, Verdict
 from perfguard.cli import main
 from perfguard.exceptions import ConfigurationError, LogError
+from perfguard.graph.trace import DATA_PARALLEL
 from perfguard.log import Selection
 from perfguard.record import TrialRecord
 from perfguard.report import Report, page_of, read_report, write_report
@@ -90,6 +92,16 @@ def test_the_prediction_that_is_furthest_off_is_explained(store: MeasurementStor
     furthest = max(whole, key=lambda record: abs(math.log(record.measured["time"] / record.predicted["time"].median)))
     assert "How the predicted peak memory came to be" in page
     assert f"trial {furthest.number}, the furthest from its measurement, predicted" in page
+
+
+def test_what_a_prediction_does_not_model_stands_beside_the_reason() -> None:
+    memory = Estimate(2.0 * GIB, 0.1)
+    prediction = Prediction(memory, memory, None, "made-up-1", CARD.id, trained_on_device=True, unmodelled=(DATA_PARALLEL,))
+    verdict = Verdict.of(prediction, [Limit("memory", 32 * GIB, memory)], accepted=0.05)
+    with MeasurementStore(":memory:") as store:
+        store.record_decision(verdict, graph=None, device=CARD, study="s", trial=0, params={})
+        page = page_of(read_report(store))
+    assert f"{verdict.reason}; not modelled: data-parallel" in html.unescape(page)
 
 
 def test_hostile_names_are_text_and_the_policy_allows_our_scripts_alone() -> None:

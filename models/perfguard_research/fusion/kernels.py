@@ -245,8 +245,8 @@ def read_kernel_model(path: Path) -> KernelModel:
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    mend = "python -m perfguard_research.fusion.kernels TABLE --out DIR"
-    state, document = read_pair(path, mend=mend, made_for={"format": FORMAT, "columns": [*_COLUMNS]})
+    hint = "python -m perfguard_research.fusion.kernels TABLE --out DIR"
+    state, document = read_pair(path, hint=hint, made_for={"format": FORMAT, "columns": [*_COLUMNS]})
     with fitting("The weights 'kernels'"):
         scale = state.pop("scale")
         network = KernelHeads(len(document["families"]), document["hidden"])

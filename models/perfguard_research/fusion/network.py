@@ -172,9 +172,9 @@ def read_fusion_model(path: Path) -> FusionModel:
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    mend = "python -m perfguard_research.fusion.train LABELS --out DIR"
+    hint = "python -m perfguard_research.fusion.train LABELS --out DIR"
     made_for = {"format": FORMAT, "sizes": list(SIZES), "kinds": list(OP_KINDS)}
-    state, document = read_pair(path, mend=mend, made_for=made_for)
+    state, document = read_pair(path, hint=hint, made_for=made_for)
     with fitting("The weights 'fusion'"):
         network = EdgeClassifier(len(document["names"]) + 1, len(document["compilers"]), document["hidden"])
         network.load_state_dict(state)

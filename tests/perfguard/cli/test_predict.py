@@ -185,6 +185,8 @@ def test_account_says_what_is_taken_for_granted(capsys: pytest.CaptureFixture[st
     out = " ".join(capsys.readouterr().out.split())
     document = predict(capsys, *words[1:])
     notes = [*document["notes"], *document["unmodelled"]]
+    assert document["unmodelled_codes"] == ["data-parallel"]
+    assert "not modelled [data-parallel]: DataParallel" in out
     texts = "h100 is taken for NVIDIA H100 SXM", "names no optimizer", "DataParallel: judged as one"
     for text, note in zip(texts, notes, strict=True):
         assert text in note
