@@ -16,17 +16,7 @@ from tests.warm import run_fresh
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "examples" / "models.py"
-ABSENT = (
-    "scipy",
-    "sklearn",
-    "pandas",
-    "pyarrow",
-    "networkx",
-    "matplotlib",
-    "torch_geometric",
-    "transformers",
-    "perfguard_research",
-)
+ABSENT = ("scipy", "sklearn", "pandas", "pyarrow", "networkx", "matplotlib", "perfguard_research")
 DISTRIBUTIONS = {
     "nvidia-ml-py": "pynvml",
     "optuna-integration": "optuna_integration",

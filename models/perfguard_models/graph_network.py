@@ -30,6 +30,7 @@ Shapes: B steps, R nodes of all steps together, E edges, N launches of the longe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -40,6 +41,10 @@ from torch import Tensor, nn
 from perfguard.graph import Phase
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, EDGE_COLUMNS, HOST_KINDS, NUM_NAMES
 from perfguard_models.learner import Floats
+
+with warnings.catch_warnings():  # PyG uses what torch has deprecated, and a script may turn warnings into errors
+    warnings.simplefilter("ignore")
+    from torch_geometric.nn.conv import MessagePassing
 
 NODE_COLUMNS = len(COLUMNS) + len(DEVICE_COLUMNS) + 1
 """The operator's, the device's, and whether it is a CPU."""
@@ -126,13 +131,12 @@ class Clocks(NamedTuple):
         return PathTimes(*(part.double().numpy() for part in (self.constant_s, self.copy_s, on_host, on_device)))
 
 
-class OperatorConv(nn.Module):
+class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types
     """One round of messages. A message is what a tensor does to the operator at one of its ends.
 
     m_v = Σ_u w_uv · SiLU(A z_v + B z_u + C e_uv),    z_v' = norm(z_v + SiLU(V (z_v ‖ m_v)))
 
-    A and B are applied to the nodes, of which there are fewer than edges. PyTorch's own sum is enough: an import of PyTorch
-    Geometric takes longer than all else of a prediction (docs/results/speed.md).
+    A and B are applied to the nodes, of which there are fewer than edges.
 
     Args:
         channels: of a node.
@@ -140,7 +144,7 @@ class OperatorConv(nn.Module):
     """
 
     def __init__(self, channels: int, messages: int) -> None:
-        super().__init__()
+        super().__init__(aggr="sum")
         self.of_ends = nn.Linear(channels, 2 * messages)
         self.of_edge = nn.Linear(len(EDGE_COLUMNS) + 1, messages, bias=False)
         self.update_net = nn.Sequential(nn.Linear(channels + messages, channels), nn.SiLU())
@@ -148,16 +152,19 @@ class OperatorConv(nn.Module):
 
     def forward(self, z: Tensor, edge_index: Tensor, edge_attr: Tensor, edge_weight: Tensor) -> Tensor:
         """The nodes after the round. Shape: (R, channels)."""
-        receiver, sender = self.of_ends(z).chunk(2, dim=1)
-        source, target = edge_index
-        messages = self.message(receiver[target], sender[source], self.of_edge(edge_attr), edge_weight)
-        m = receiver.new_zeros(receiver.shape).index_add(0, target, messages)
+        a, b = self.of_ends(z).chunk(2, dim=1)
+        m = self.propagate(edge_index, a=a, b=b, e=self.of_edge(edge_attr), edge_weight=edge_weight)
         updated: Tensor = self.norm(z + self.update_net(torch.cat([z, m], dim=1)))
         return updated
 
-    def message(self, receiver: Tensor, sender: Tensor, edge: Tensor, edge_weight: Tensor) -> Tensor:
+    def propagate(self, edge_index: Tensor, **tensors: Tensor) -> Tensor:
+        """As PyG's own. Of a class without one, PyG leaves a file in the temporary directory, in each process."""
+        out: Tensor = super().propagate(edge_index, **tensors)
+        return out
+
+    def message(self, a_i: Tensor, b_j: Tensor, e: Tensor, edge_weight: Tensor) -> Tensor:
         """The messages along all edges. Shape: (E, messages)."""
-        return edge_weight[:, None] * nn.functional.silu(receiver + sender + edge)
+        return edge_weight[:, None] * nn.functional.silu(a_i + b_j + e)
 
 
 class GraphNetwork(nn.Module):
