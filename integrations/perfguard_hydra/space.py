@@ -86,7 +86,8 @@ def distribution_of(override: Override) -> BaseDistribution:
     value = override.value()
     is_shuffled_range = isinstance(value, RangeSweep) and value.shuffle
     if override.is_choice_sweep() or is_shuffled_range:
-        return CategoricalDistribution([*override.sweep_iterator(transformer=Transformer.encode)])
+        choices: list[Any] = [*override.sweep_iterator(transformer=Transformer.encode)]  # numbers and texts, once encoded
+        return CategoricalDistribution(choices)
     if isinstance(value, RangeSweep) and value.start is not None and value.stop is not None:
         return _distribution_of_range(value.start, value.stop, value.step)
     if isinstance(value, IntervalSweep) and value.start is not None and value.end is not None:

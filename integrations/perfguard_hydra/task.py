@@ -63,8 +63,9 @@ def _as_job(config: DictConfig) -> Iterator[DictConfig]:
     task_config = copy.deepcopy(config)
     with read_write(task_config), open_dict(task_config):
         del task_config["hydra"]
+    environment: Any = OmegaConf.to_container(config.hydra.job.env_set)
     try:
-        with env_override(OmegaConf.to_container(config.hydra.job.env_set)):
+        with env_override(environment):
             yield task_config
     finally:
         HydraConfig.instance().cfg = before

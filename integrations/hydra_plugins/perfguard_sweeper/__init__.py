@@ -63,8 +63,9 @@ class PerfGuardSweeper(Sweeper):
     def setup(self, *, hydra_context: "HydraContext", task_function: "TaskFunction", config: DictConfig) -> None:
         from perfguard_hydra import GuardedSweep, SweepSettings  # loads Optuna
 
-        plain = {name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-                 for name, value in self._settings.items()}  # fmt: skip
+        plain: dict[str, Any] = {
+            name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in self._settings.items()
+        }
         directions = plain.pop("direction")
         plain["directions"] = [directions] if isinstance(directions, str) else directions
         plain["params"] = plain["params"] or {}
