@@ -90,10 +90,21 @@ class DeviceRoom:
     @contextmanager
     def _gate(self) -> Iterator[None]:
         """Let one thread of one process at a time look at the room and change it."""
-        self._place.mkdir(parents=True, exist_ok=True)
+        self._make_folders()
         with (self._place / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield
+
+    def _make_folders(self) -> None:
+        """Make the folders, which no other user may have made: a link there would lead to a file of ours.
+
+        Raises:
+            PermissionError: if another user has made the folder of all rooms.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self.folder} is not a folder of this user")
+        self._place.mkdir(exist_ok=True)
 
     def _make(self, num_bytes: int) -> Reservation:
         path = self._place / f"{uuid.uuid4().hex}.bytes"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from perfguard.device_room import DeviceRoom
 from tests.warm import processes
 
@@ -87,3 +89,10 @@ def test_a_trial_knows_that_it_has_had_neighbours(tmp_path: Path) -> None:
     assert first.look_for_neighbours(), "it was slowed for a part of its time"
     first.release()
     first.release()
+
+
+def test_a_folder_that_is_a_link_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "rooms").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="not a folder of this user"):
+        room_in(tmp_path / "rooms").reserve(1)
