@@ -39,6 +39,10 @@ HAS_THREADS = 77
 """Exit status of a forked process that has threads from the beginning."""
 
 
+def has_threads() -> bool:
+    return len(os.listdir("/proc/self/task")) > 1
+
+
 def in_seal(
     rung: str | None,
     run: Callable[[Seal], object],
@@ -61,8 +65,9 @@ def in_seal(
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, 2)
             before()
+            had_threads = has_threads()
             with sealed(keep=[write], **settings) as seal:
-                if rung not in (None, seal.rung) and len(os.listdir("/proc/self/task")) > 1:
+                if rung not in (None, seal.rung) and (had_threads or has_threads()):
                     status = HAS_THREADS
                     os._exit(status)
                 try:
