@@ -105,7 +105,9 @@ def wheel(request: pytest.FixtureRequest, dist: Path) -> tuple[str, dict[str, in
 def test_wheel_has_only_its_packages_at_the_top(wheel: tuple[str, dict[str, int]]) -> None:
     name, files = wheel
     top = {file.partition("/")[0] for file in files}
-    expected = {Path(package).name for package in (MAIN if name == "perfguard" else RESEARCH)}
+    # Hydra looks for plugins in a package that all distributions share.
+    packages = (*MAIN, "integrations/hydra_plugins") if name == "perfguard" else RESEARCH
+    expected = {Path(package).name for package in packages}
     assert {folder for folder in top if not folder.endswith(".dist-info")} == expected
 
 

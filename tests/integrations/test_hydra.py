@@ -116,7 +116,7 @@ def test_a_mistake_of_the_task_ends_the_sweep_as_max_failure_rate_says(rate: flo
 
 @pytest.mark.slow
 def test_a_sweep_in_which_nothing_fits_ends(tmp_path: Path) -> None:
-    status, printed = sweep(tmp_path, f"width=int(interval({WIDE},{2 * WIDE}))", "hydra.sweeper.guard.memory_budget=460MiB")
+    status, printed = sweep(tmp_path, f"width=choice({WIDE},{2 * WIDE})", "hydra.sweeper.guard.memory_budget=460MiB")
     assert status == 0, printed
     assert "Nothing fits" in printed
     assert "Launching" not in printed
