@@ -81,7 +81,7 @@ def _bound_of(buffer: str, loop: Loop, frame: FrameType) -> float:
             elif isinstance(node, ast.If) and any(_empties(buffer, part) for part in node.body):
                 found.append(_bound_by(node.test, buffer, frame))
             elif isinstance(node, ast.If) and any(_fills(buffer, part) for part in node.body):
-                found.append(_room_by(node.test, buffer, frame))
+                found.append(_limit_of_length(node.test, buffer, frame, _ROOM))
     return min(found)
 
 
@@ -112,11 +112,6 @@ def _fills(buffer: str, part: ast.stmt) -> bool:
     """Whether a statement adds to a ``buffer``."""
     called = (node.func for node in ast.walk(part) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
     return any(func.attr in _FILLS and ast.unparse(func.value) == buffer for func in called)
-
-
-def _room_by(test: ast.expr, buffer: str, frame: FrameType) -> float:
-    """Return how many tensors are there once `len(buffer) < n` holds no longer."""
-    return _limit_of_length(test, buffer, frame, _ROOM)
 
 
 def _limit_of_length(test: ast.expr, buffer: str, frame: FrameType, more: Mapping[type[ast.cmpop], int]) -> float:
