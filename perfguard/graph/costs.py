@@ -171,7 +171,7 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
     if name.startswith("_scaled_dot_product_"):  # torch's counter of before 2.12 refuses fewer heads of keys than of queries
         backward = name.endswith("_backward")
         shapes = (tensor.shape for tensor in args[backward : backward + 3])
-        return (_attention_backward_flops if backward else attention_flops)(*shapes)
+        return (_attention_backward_flops if backward else attention_flops)(*shapes, causal=_is_causal(func, args, kwargs))
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
@@ -248,16 +248,29 @@ def _convolution_backward_flops(args: Sequence[Any]) -> int:
     return one * (int(output_mask[0]) + int(output_mask[1]))
 
 
-def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Two matrix products, (L, E) x (E, S) and (L, S) x (S, Ev), in each head; a mask saves nothing here."""
-    heads = math.prod(query[:-2])
-    return 2 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *, causal: bool = False) -> int:
+    """Two matrix products, (L, E) x (E, S) and (L, S) x (S, Ev), in each head. A mask that is a tensor saves nothing."""
+    return 2 * math.prod(query[:-2]) * _num_scores(query[-2], key[-2], causal=causal) * (query[-1] + value[-1])
 
 
-def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, causal: bool) -> int:
     """The scores again, then the gradients of value, probabilities, query and key: five products for the forward's two."""
-    heads = math.prod(query[:-2])
-    return 2 * heads * query[-2] * key[-2] * (3 * query[-1] + 2 * value[-1])
+    return 2 * math.prod(query[:-2]) * _num_scores(query[-2], key[-2], causal=causal) * (3 * query[-1] + 2 * value[-1])
+
+
+def _num_scores(queries: int, keys: int, *, causal: bool) -> int:
+    """Scores that a fused kernel computes in each head. If causal, query i meets the keys up to i, and blocks beyond it are
+    skipped (Dao 2023, "FlashAttention-2", arXiv 2307.08691, section 3.1.1: 1.7 to 1.8 times as fast)."""
+    if not causal:
+        return queries * keys
+    meeting = min(queries, keys)
+    return meeting * (meeting + 1) // 2 + (queries - meeting) * keys
+
+
+def _is_causal(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Value of the argument ``is_causal`` of a fused attention kernel. Each has it at another place."""
+    at = next((at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"), len(args))
+    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
 
 
 def _fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:

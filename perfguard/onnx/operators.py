@@ -224,14 +224,15 @@ def _standard_attention(node: Node, inputs: Types, outputs: Types, target: Targe
     query, key, value = (_at(inputs, index) for index in range(3))
     if query is None or key is None or value is None or not len(query.shape) == len(key.shape) == len(value.shape) in (3, 4):
         return None
-    masked = len(_named(node.inputs[3:4])) > 0
     if len(query.shape) == 4:
-        return _attention(attention_flops(query.shape, key.shape, value.shape), inputs, target, masked=masked)
-    heads = max(_integer(node, "q_num_heads", 1), 1)
-    kv_heads = max(_integer(node, "kv_num_heads", heads), 1)
-    length, keys = query.shape[1], key.shape[1]
-    per_pair = query.shape[2] + heads * value.shape[2] // kv_heads
-    return _attention(2 * query.shape[0] * length * keys * per_pair, inputs, target, masked=masked)
+        shapes = [query.shape, key.shape, value.shape]
+    else:
+        heads = max(_integer(node, "q_num_heads", 1), 1)
+        kv_heads = max(_integer(node, "kv_num_heads", heads), 1)
+        side_by_side = ((query, heads), (key, kv_heads), (value, kv_heads))
+        shapes = [(one.shape[0], count, one.shape[1], one.shape[2] // count) for one, count in side_by_side]
+    flops = attention_flops(*shapes, causal=_integer(node, "is_causal", 0) == 1)
+    return _attention(flops, inputs, target, masked=len(_named(node.inputs[3:4])) > 0)
 
 
 def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:

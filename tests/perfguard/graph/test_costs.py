@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TraceError
 from perfguard.graph import OpGraph, Phase, TraceCache, roofline_s, trace
+from perfguard.graph.costs import attention_flops
 from perfguard.workload import Workload
 from tests.perfguard.graph.parts import Apply, Scale, total
 
@@ -74,6 +75,22 @@ def test_attention_flops_are_two_and_five_products(target: Literal["cuda", "cpu"
     product = 2 * batch * heads * length * length * width
     assert matrix_flops(graph, Phase.FORWARD) == 2 * product
     assert matrix_flops(graph, Phase.BACKWARD) == 5 * product  # the fused kernel computes the scores again
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_causal_kernel_leaves_out_what_a_query_does_not_meet(target: Literal["cuda", "cpu"], dtype: torch.dtype) -> None:
+    batch, heads, length, width = 2, 3, 16, 8
+    model = nn.Sequential(Scale(), Apply(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True))).to(dtype)
+    graph = trace(Workload(model, (batch, heads, length, width), loss=total), target=target)
+    product = 2 * batch * heads * (length * (length + 1) // 2) * width
+    assert matrix_flops(graph, Phase.FORWARD) == 2 * product
+    assert matrix_flops(graph, Phase.BACKWARD) == 5 * product
+
+
+def test_the_last_of_many_queries_meet_all_of_few_keys() -> None:
+    query, key = (1, 5, 8), (1, 3, 8)
+    assert attention_flops(query, key, key, causal=True) == 2 * (1 + 2 + 3 + 3 + 3) * (8 + 8)
 
 
 @settings(max_examples=25)

@@ -132,6 +132,14 @@ def test_attention_is_put_together_again(tmp_path: Path, masked: bool, precision
     assert op.bytes_read == (2 if precision == "fp16" else 4) * (3 * 2 * 3 * 10 * 16 + (100 if masked else 0))
 
 
+@pytest.mark.parametrize("is_causal", [0, 1])
+def test_a_causal_attention_of_the_standard_leaves_out_what_a_query_does_not_meet(tmp_path: Path, is_causal: int) -> None:
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], q_num_heads=4, kv_num_heads=2, is_causal=is_causal)
+    shapes = {"q": [2, 10, 64], "k": [2, 10, 32], "v": [2, 10, 32]}
+    (op,) = read(save(tmp_path / "m.onnx", [node], shapes, ["y"], opset=23)).ops
+    assert op.flops == 2 * 2 * 4 * (55 if is_causal else 100) * (16 + 16)
+
+
 def test_gelu_and_silu_are_fused(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Div", ["h", "two"], ["hs"]),
