@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from perfguard.exceptions import TableError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
-from perfguard.graph.costs import convolution_attributes, product_flops
+from perfguard.graph.costs import attention_flops, convolution_attributes, product_flops
 from perfguard.workload import Mode, Precision
-from perfguard_research.csv_rows import Row, one_of, positive
+from perfguard_research.csv_rows import Row, is_true, one_of, positive
 
 _POINTWISE = {  # aten's name, its kind, inputs, weights as long as a row, FLOPs of an element
     "add": ("add", "elementwise", 2, 0, 1),
@@ -39,6 +39,7 @@ _SIZES = {
     "bmm": ("b", "m", "n", "k"),
     "matmul": ("m", "n", "k"),
     "embedding": ("b", "h", "vocab"),
+    "attention": ("b", "heads", "kv_heads", "seq", "head_dim"),
     "conv": ("b", "c_in", "c_out", "kernel_h", "kernel_w", "img_h", "img_w", "stride_h", "stride_w", "padding_h", "padding_w"),
 }
 """Columns of each operator's sizes. The two of a square convolution's are one: "kernel", "img", "stride", "padding"."""
@@ -92,6 +93,8 @@ class Operator:
         elif self.name == "embedding":
             rows, width, vocab = self.sizes
             work = _Work("embedding", "embedding", 0, (), (vocab * width,), (rows, width), read=rows * width)
+        elif self.name == "attention":
+            work = self._attention()
         else:
             work = self._pointwise() if self.name in _POINTWISE else self._product()
         return self._graph(work, mode)
@@ -108,6 +111,13 @@ class Operator:
         bias = n * (self.name == "linear")
         name, attributes = "addmm" if bias else "mm", {"product": (1, b * m, n, k)}
         return _Work(name, "matmul", 2 * b * m * n * k, (b * m * k,), (n * k + bias,), (b * m, n), attributes)
+
+    def _attention(self) -> _Work:
+        """FlashAttention without a mask. Several heads of the query may share one of the key and the value."""
+        b, heads, kv_heads, length, width = self.sizes
+        query, key = (b, heads, length, width), (b, kv_heads, length, width)
+        inputs = (math.prod(query), math.prod(key), math.prod(key))
+        return _Work("_scaled_dot_product_flash_attention", "attention", attention_flops(query, query, query), inputs, (), query)
 
     def _convolution(self) -> _Work:
         b, c_in, c_out, *pairs = self.sizes
@@ -167,6 +177,8 @@ def operator_of(row: Row) -> Operator:
     if direction != "forward" and op not in with_backward:
         raise TableError(f"column 'direction' is {direction!r}, which {op} does not have. Only {', '.join(with_backward)} do")
     sizes = tuple(_size(row, op, column) for column in _SIZES[op])
+    if op == "attention" and (is_true(row, "causal") or (row.get("window") or "0") not in ("0", "0.0")):
+        raise TableError("attention with a mask or a window is not read: graphs do not say which products a kernel leaves out")
     if max(sizes) > 2**40:
         raise TableError(f"a size of {max(sizes):.3g} is too large for any device")
     if op == "conv" and any(sizes[5 + at] + 2 * sizes[9 + at] < sizes[3 + at] for at in (0, 1)):

@@ -1,6 +1,7 @@
 """Published measurements as a table of runs, each source by its own reader.
 
     python -m perfguard_research.published cs336_more.csv.gz hfdocs.csv.gz lamikr.csv.gz pycls.csv.gz vae.csv.gz --out FILE.csv
+    python -m perfguard_research.published aic_operators.csv.gz --out OPERATORS.csv
     perfguard evaluate FILE.csv
 
 A row whose network, card, precision or mode cannot be rebuilt is left out, and so is one that contradicts others of its author or
@@ -18,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 
+from perfguard.devices import resolve_device
 from perfguard_research.tables import MIB
 
 _GPUS = {
@@ -25,7 +27,11 @@ _GPUS = {
     "a100": "a100-sxm-80gb", "a100-80gb": "a100-sxm-80gb", "a100-40gb": "a100-sxm-40gb", "h100": "h100-sxm-80gb",
     "h100-sxm": "h100-sxm-80gb", "titan_rtx": "titan-rtx", "v100-sxm-16gb": "v100-sxm-16gb", "rtx2060": "rtx2060",
     "rtx3080ti-mobile-16gb": "rtx3080ti-laptop", "rtx3070": "rtx3070", "rtx3080": "rtx3080", "rtx3090": "rtx3090",
-    "rtx4070ti": "rtx4070ti",
+    "rtx4070ti": "rtx4070ti", "gtx1080ti": "gtx1080ti", "rtx2080ti": "rtx2080ti", "rtx2070maxq": "rtx2070maxq",
+    "rtx2080maxq": "rtx2080maxq", "rtx2080supermaxq": "rtx2080supermaxq", "rtx3080-laptop": "rtx3080-laptop",
+    "rtxa4000": "rtxa4000", "rtxa5000": "rtxa5000", "rtxa5500": "rtxa5500", "rtxa6000": "rtxa6000",
+    "quadrortx5000": "quadrortx5000", "quadrortx8000": "quadrortx8000", "a100-pcie-40gb": "a100-pcie-40gb",
+    "a100-sxm-40gb": "a100-sxm-40gb", "a100-pcie-80gb": "a100-pcie-80gb", "a100-sxm-80gb": "a100-sxm-80gb",
 }  # fmt: skip
 """Which card a name stands for. An A100 or H100 without more is taken for the SXM module that clouds rent."""
 
@@ -164,10 +170,46 @@ def of_vae(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def of_lambda_logs(rows: pd.DataFrame) -> pd.DataFrame:
+    """ResNet-50 on synthetic images and BERT, as Lambda's machines of 2020 to 2022 trained them.
+
+    Those of later machines are medians in `runs.csv`. The other workloads are NVIDIA's own code, of which only the names are
+    known.
+    A loader of real images may be slower than the card, so such rows are left out.
+    """
+    is_synthetic = rows["data"].isin(("synthetic", "syntetic"))
+    is_known = (rows["workload"] == "bert_base_squad") | ((rows["workload"] == "resnet50") & is_synthetic)
+    rows = rows[is_known & rows["table_value"].isna()]
+    return rows.assign(
+        family=["bert" if name.startswith("bert") else "resnet" for name in rows["workload"]],
+        input=rows["seq_or_image"],
+        framework="torch" + rows["torch_version"].astype(str),
+    )
+
+
+def operators_of_aic(rows: pd.DataFrame) -> pd.DataFrame:
+    """aiconfigurator's products and attention in bfloat16, as a table of operators.
+
+    Each was replayed with the same operands. What moves less than the cache holds was therefore read from the cache, which a step
+    of training does not do: such rows are left out, unless their arithmetic takes longer than their traffic to the memory.
+    """
+    rows = rows[(rows["sample"] == "latency") & ~(rows["causal"] == True)]  # noqa: E712 (it has empty cells)
+    devices = {gpu: resolve_device(gpu) for gpu in rows["gpu"].unique()}
+    cache = rows["gpu"].map({gpu: device.l2_bytes for gpu, device in devices.items()})
+    balance = rows["gpu"].map({gpu: one.flops_per_s("bf16") / one.bandwidth_bytes_per_s for gpu, one in devices.items()})
+    products = rows["m"] * rows["k"] + rows["k"] * rows["n"] + rows["m"] * rows["n"]
+    attended = 2 * rows["b"] * rows["seq"] * rows["head_dim"] * (rows["heads"] + rows["kv_heads"])
+    num_bytes = 2 * products.fillna(attended)
+    flops = (2 * rows["m"] * rows["k"] * rows["n"]).fillna(4 * rows["b"] * rows["heads"] * rows["seq"] ** 2 * rows["head_dim"])
+    return rows[(num_bytes > cache) | (flops / num_bytes > balance)]
+
+
+OPERATOR_READERS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {"aic_operators": operators_of_aic}
 READERS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "cs336_more": of_cs336, "hfdocs": of_hfdocs, "lamikr": of_lamikr, "pycls": of_pycls, "vae": of_vae,
+    "lambda_logs": of_lambda_logs,
 }  # fmt: skip
-"""By the stem of the table's file."""
+"""By the stem of the table's file: those of single operators, and those of runs."""
 
 
 def runs_of(rows: pd.DataFrame, reader: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
@@ -179,6 +221,7 @@ def runs_of(rows: pd.DataFrame, reader: Callable[[pd.DataFrame], pd.DataFrame]) 
         {
             **{name: rows[name] for name in ("source", "model", "config", "family", "mode", "precision", "optimizer", "input")},
             **{name: rows.get(name, empty) for name in ("compiled", "cudnn_benchmark", "includes", "framework")},
+            "note": "results/" + rows["machine"] if "machine" in rows else empty,
             "gpu": rows["gpu"].map(_GPUS),
             "num_gpus": 1,
             "parallel": "none",
@@ -193,19 +236,25 @@ def runs_of(rows: pd.DataFrame, reader: Callable[[pd.DataFrame], pd.DataFrame]) 
 
 def main() -> None:
     """Write the table."""
+    names = (*READERS, *OPERATOR_READERS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", type=Path, nargs="+", help=f"named as the sources: {', '.join(READERS)}")
+    parser.add_argument("tables", type=Path, nargs="+", help=f"named as the sources: {', '.join(names)}")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    found = []
+    found: dict[bool, list[pd.DataFrame]] = {}
     for path in arguments.tables:
         name = path.name.partition(".")[0]
-        if name not in READERS:
-            parser.error(f"no reader for {path}: known are {', '.join(READERS)}")
-        rows = pd.read_csv(path)
-        found.append(runs_of(rows, READERS[name]))
-        print(f"{name}: {len(found[-1])} of {len(rows)} rows")
-    pd.concat(found).to_csv(arguments.out, index=False)
+        if name not in names:
+            parser.error(f"no reader for {path}: known are {', '.join(names)}")
+        rows = pd.read_csv(path, low_memory=False)
+        of_operators = name in OPERATOR_READERS
+        table = OPERATOR_READERS[name](rows) if of_operators else runs_of(rows, READERS[name])
+        found.setdefault(of_operators, []).append(table)
+        print(f"{name}: {len(table)} of {len(rows)} rows")
+    if len(found) > 1:
+        parser.error("a table has runs or single operators: write them one after the other")
+    [tables] = found.values()
+    pd.concat(tables).to_csv(arguments.out, index=False)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from perfguard import load_predictor
+from perfguard.graph import TraceCache
 from perfguard_research.csv_rows import read_table
+from perfguard_research.dataset import usable_rows
 from perfguard_research.evaluate import evaluate
-from perfguard_research.published import READERS, runs_of
+from perfguard_research.published import OPERATOR_READERS, READERS, main, runs_of
 
 _SIZES = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab": 100}
 
@@ -85,3 +88,56 @@ def test_both_halves_of_an_autoencoder_are_read() -> None:
     runs = read("vae", rows)
     assert [*runs["model"]] == ["diffusers:AutoencoderKL.encode", "diffusers:AutoencoderKL.decode"]
     assert [*runs["input"]] == ['{"image": 64}', '{"latent": 8}']
+
+
+def of_lambda(**changes: object) -> dict[str, object]:
+    return row(
+        gpu="rtxa4000", model="torchvision:resnet50", seq_or_image='{"image": 224}', config="{}", workload="resnet50",
+        data="syntetic", machine="A4000", torch_version="1.12.0a0", table_value=None,
+    ) | changes  # fmt: skip
+
+
+def test_of_lambdas_logs_those_with_real_images_and_those_of_the_tables_are_left_out() -> None:
+    bert = of_lambda(workload="bert_base_squad", model="hf:BertForQuestionAnswering", seq_or_image='{"seq_len": 384}', data=None)
+    rows = [of_lambda(), bert, of_lambda(data="dali-cpu"), of_lambda(table_value=100.0), of_lambda(workload="ncf")]
+    runs = read("lambda_logs", rows)
+    assert [*runs["model"]] == ["torchvision:resnet50", "hf:BertForQuestionAnswering"]
+    assert [*runs["note"]] == ["results/A4000"] * 2  # tells machines apart
+
+
+def operator(**changes: object) -> dict[str, object]:
+    empty = dict.fromkeys(("m", "n", "k", "b", "seq", "heads", "kv_heads", "head_dim", "causal"))
+    common = {"gpu": "h100-sxm-80gb", "dtype": "bfloat16", "source": "aic", "direction": "forward", "sample": "latency"}
+    return common | empty | {"latency_ms": 0.5} | changes
+
+
+def test_a_replayed_operator_that_the_cache_feeds_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    product, attention = {"op": "linear", "n": 4096, "k": 4096}, {"op": "attention", "heads": 16, "kv_heads": 4, "head_dim": 128}
+    rows = [
+        operator(**product, m=8),  # 34 MB of weights are in the cache of 52 MB
+        operator(**product, m=4096),  # bound by its arithmetic
+        operator(**product | {"n": 16384}, m=8),
+        operator(**attention, b=2, seq=2048, causal=False),
+        operator(**attention, b=2, seq=2048, causal=True),
+        operator(**product, m=4096, sample="power"),
+    ]
+    kept = OPERATOR_READERS["aic_operators"](pd.DataFrame(rows))
+    assert [*kept.index] == [1, 2, 3]
+    pd.DataFrame(rows).to_csv(tmp_path / "aic_operators.csv", index=False)
+    written = tmp_path / "out.csv"
+    monkeypatch.setattr("sys.argv", ["published", str(tmp_path / "aic_operators.csv"), "--out", str(written)])
+    main()
+    usable, rejected = usable_rows(written)
+    assert ([one.model for one in usable], rejected) == (["linear", "linear", "attention"], [])
+    attended = usable[2].graph(None, TraceCache(), usable[2].device)
+    assert attended.ops[0].flops == 4 * 2 * 16 * 2048**2 * 128
+
+
+def test_runs_and_operators_are_no_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pd.DataFrame([operator(op="linear", m=4096, n=4096, k=4096)]).to_csv(tmp_path / "aic_operators.csv", index=False)
+    pd.DataFrame([row(note="as printed")]).to_csv(tmp_path / "cs336_more.csv", index=False)
+    tables = [str(tmp_path / f"{name}.csv") for name in ("aic_operators", "cs336_more")]
+    monkeypatch.setattr("sys.argv", ["published", *tables, "--out", str(tmp_path / "out.csv")])
+    with pytest.raises(SystemExit):
+        main()
+    assert not (tmp_path / "out.csv").exists()
