@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _SHARE_OF_FLOPS = {"conv": 0.25, "conv_backward": 0.25, "attention": 0.5, "matmul": 1.0, "rnn": 1.0}
 """Share of an operator's FLOPs that the fastest algorithm computes, by kind of operator: a quarter of a convolution's (Winograd's
-F(4x4, 3x3); Lavin and Gray 2016), half of an attention's (a causal mask)."""
+F(4x4, 3x3); Lavin and Gray 2016), half of an attention's (a causal mask that is a tensor; graphs count a kernel that
+knows of it exactly)."""
 NAME = "lower-bound"
 """Name of the predictor in a verdict by :class:`LeastMemory` alone."""
 HOPELESS = 4

@@ -14,7 +14,7 @@ from perfguard.cli.guards import add_log_argument, forecaster_for, notes_of
 from perfguard.cli.subject import add_subject_arguments, check_page, check_subject, in_network, subject_of
 from perfguard.devices import Device, catalog, mig_instance, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
-from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
 from perfguard.unmodelled import codes_of, notes_of_unmodelled
 
@@ -43,6 +43,12 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mig", action="store_true", help="find the smallest MIG profile that fits")
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device; with --steps, predict the cost")
+    parser.add_argument(
+        "--predictor",
+        default=DEFAULT_PREDICTOR,
+        metavar="NAME",
+        help=f"another installed predictor, for comparison (default: {DEFAULT_PREDICTOR})",
+    )
     add_log_argument(parser)
     parser.add_argument(
         "--explain", action="store_true", help="show how each number came to be, and bytes and time by module and operator"
@@ -59,7 +65,7 @@ def predict(arguments: argparse.Namespace) -> None:
         check_page("--plot", arguments.plot)
     devices = [in_network(device, arguments) for device in _devices(arguments.gpu)]
     work_on = subject_of(arguments)
-    predictor = load_predictor()
+    predictor = load_predictor(arguments.predictor)
     if len(devices) > 1:
         _rank(arguments, devices, work_on, predictor, price)
         return

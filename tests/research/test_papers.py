@@ -266,6 +266,17 @@ def test_paper_without_an_answer_uses_physics_unsurely(graphs: list[OpGraph], tm
     assert prediction.gpu_util is None
 
 
+def test_a_quantity_that_no_held_out_run_has_judged_comes_from_physics(weights: Path, graphs: list[OpGraph]) -> None:
+    card = json.loads(weights.with_suffix(".json").read_text())
+    card["calibration"]["scale"].pop("memory")
+    weights.with_suffix(".json").write_text(json.dumps(card))
+    prediction = served.load("dippm", weights).predict(graphs[0], resolve_device("a100"))
+    assert prediction.peak_memory.median >= graphs[0].peak_live_bytes
+    assert prediction.peak_memory.log_sigma == 1.0
+    assert prediction.trained_quantities == ("time",)
+    assert not prediction.trained_on_device
+
+
 def test_weights_that_cannot_be_right_are_refused(weights: Path, tmp_path: Path) -> None:
     """The files are those of GuardNet's weights, whose test damages them in every way."""
     path = weights.with_suffix(".json")

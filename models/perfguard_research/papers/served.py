@@ -35,7 +35,10 @@ class Served:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        raw = self._raw(graph, device)
+        answers = self._answers(graph, device)
+        raw = _physics(graph, device) | answers
+        learnt = tuple(target for target in TARGETS if target in answers)
+        trained = learnt if device.id in self._trained.card["trained_devices"] else ()
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         gpu_util, sm_active = (share_of(raw[name][0]) if name in raw else None for name in ("gpu_util", "sm_active"))
         return Prediction(
@@ -44,7 +47,8 @@ class Served:
             total_time=None if steps is None else step_time.scaled(steps),
             predictor=self.name,
             device_id=device.id,
-            trained_on_device=device.id in self._trained.card["trained_devices"],
+            trained_on_device=trained == TARGETS,
+            trained_quantities=trained,
             memory_parts_bytes=memory_parts(graph, device),
             gpu_util=gpu_util,
             sm_active=sm_active,
@@ -58,27 +62,26 @@ class Served:
         for row in observations:
             if row.measurement.status != "ok":
                 continue  # out of memory: a lower bound, no measurement of either
-            raw = self._raw(row.graph, row.device)
+            raw = _physics(row.graph, row.device) | self._answers(row.graph, row.device)
             for target in TARGETS:
                 if value := row.measured(target):
                     residuals.setdefault((row.device.id, target), []).append(math.log(value) - raw[target][0])
         for key, found in residuals.items():
             self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)
 
-    def _raw(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
-        """Each quantity's logarithm (or logit) and standard deviation, from physics where the learner has no answer."""
+    def _answers(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
+        """The logarithm (or logit) and standard deviation of each quantity that the learner answers for.
+
+        It does not answer for memory or time if no held-out run has told how far it is off.
+        """
         learner, card, calibration = self._trained
         predicted = learner.predict([self._trained.step(graph, device)])
         known, group = device.id in card["trained_devices"], Setting.of(graph, device).group
-        physics = {
-            "memory": math.log(graph.peak_live_bytes + device.context_bytes),
-            "time": math.log(max(float(roofline_s(graph, device).sum()), 1e-9)),
-        }
-        found = {target: (value, _UNKNOWN_LOG_SIGMA) for target, value in physics.items()}
-        for target in QUANTITIES:
-            (value,) = predicted[target]
-            if math.isfinite(value):
-                found[target] = float(value), calibration.log_sigma(target, group, 0.0, known_gpu=known)
+        found = {}
+        for quantity in QUANTITIES:
+            (value,) = predicted[quantity]
+            if math.isfinite(value) and (quantity not in TARGETS or quantity in calibration.scale):
+                found[quantity] = float(value), calibration.log_sigma(quantity, group, 0.0, known_gpu=known)
         return found
 
     def _estimate(self, target: str, raw: dict[str, tuple[float, float]], graph: OpGraph, device: Device) -> Estimate:
@@ -88,6 +91,12 @@ class Served:
             half = unknown_span(graph, roofline_s(graph, device).tolist(), math.exp(raw["memory"][0]))[target] / 2
             value, log_sigma = value + half, math.hypot(log_sigma, half / HALF_INTERVAL)
         return Estimate(math.exp(value + self._offsets.get((device.id, target), 0.0)), log_sigma)
+
+
+def _physics(graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
+    """The logarithms of memory and time without a learner, with a wide standard deviation."""
+    live_bytes, least_s = graph.peak_live_bytes + device.context_bytes, float(roofline_s(graph, device).sum())
+    return {"memory": (math.log(live_bytes), _UNKNOWN_LOG_SIGMA), "time": (math.log(max(least_s, 1e-9)), _UNKNOWN_LOG_SIGMA)}
 
 
 @undisturbed

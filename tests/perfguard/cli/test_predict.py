@@ -308,6 +308,13 @@ def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixtu
     assert large["profile"] in ("2g.10gb", "3g.20gb", "7g.40gb")
 
 
+def test_another_installed_predictor_is_asked(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    document = of_file(capsys, model, "--gpu", "a100", "--mig", "--predictor", "dippm")
+    assert document["predictor"].startswith("dippm-")
+    assert document["trained_quantities"] == ["time"]  # of inference, with held-out runs; its memory comes from the replay
+    assert document["mig"]["profile"] == "1g.5gb"
+
+
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
     assert main(["predict", model, "--batch-size", "32", "--dim", "x=32x3x64x64", "--gpu", "a100", "--mig"]) == 0
     text = capsys.readouterr().out
@@ -324,6 +331,7 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> N
         (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
         (["--dim", "side=64", "--gpu", "a100/9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
         (["--dim", "side=64", "--gpu", "a100,t4", "--mig"], "are for one GPU"),
+        (["--dim", "side=64", "--gpu", "a100", "--predictor", "dipm"], "No predictor is called 'dipm'. Installed: dippm"),
         (["--dim", "side=64", "--gpu", ","], "--gpu must be 'all' or names"),
     ],
 )
