@@ -14,15 +14,18 @@ import numpy as np
 import pandas as pd
 
 from perfguard.exceptions import TableError
+from perfguard.predictor import TARGETS
 from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.learner import CPU_PREFIX, Learner
 from perfguard_models.step_time import StepTime
 from perfguard_research.dataset import Dataset, Run
 from perfguard_research.intervals import calibrated, judged
 from perfguard_research.leaderboard import as_lists, entries, fit_scores, predictions_of
-from perfguard_research.learners import OnEpoch, Trainable, write_trained
+from perfguard_research.learners import OnEpoch, Trainable, labels_of, write_trained
 
 _FEWEST_RUNS = 20
+_LEAST_VARIED = 0.5
+"""Standard deviation of the predicted logarithms over that of the measured ones, for the training rows."""
 _ON_NEW_GPUS = 4.0
 """How much wider intervals are on a GPU without training rows, where no GPU was held out."""
 
@@ -56,7 +59,7 @@ def train_and_write(
         A sentence for a person.
 
     Raises:
-        TableError: if there are too few rows, or runs on a CPU and on GPUs.
+        TableError: if there are too few rows, or runs on a CPU and on GPUs, or the learner does not fit its own rows.
     """
     name, runs = learner.name, dataset.runs
     own = [run for run in runs if run.table in learner.tables]
@@ -73,6 +76,7 @@ def train_and_write(
     path = out / f"{CPU_PREFIX if is_for_cpus else ''}{name}"
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
     learner.fit(own, on_epoch=on_epoch)
+    _check_fit(learner, own)
     held_out = [judged(runs, split, predictions) for (split, _), predictions in found.items()]
     used = _used(learner, own)
     card = {
@@ -92,6 +96,28 @@ def train_and_write(
     write_trained(path, learner, card, calibration)
     size = path.with_suffix(".safetensors").stat().st_size
     return f"{path}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
+
+
+def _check_fit(learner: Learner, runs: Sequence[Run]) -> None:
+    """See that predictions for the training rows vary as what was measured does. A network that has learnt nothing predicts the
+    same for all, and its error on held-out rows looks like that of a bad predictor.
+
+    Raises:
+        TableError: if they vary by less than `_LEAST_VARIED` of it, for memory or time.
+    """
+    predicted = learner.predict(runs)
+    for target in TARGETS:
+        measured = labels_of(runs, target)
+        known = np.isfinite(measured) & np.isfinite(predicted[target])
+        if known.sum() < _FEWEST_RUNS:
+            continue
+        share = predicted[target][known].std() / max(measured[known].std(), 1e-9)
+        if share < _LEAST_VARIED:
+            raise TableError(
+                f"{learner.name} is near a constant: for its own {known.sum()} training rows, its log {target} varies by "
+                f"{share:.0%} of what the measured one does. Train it longer or at a lower rate, for instance "
+                "--set epochs=30 --set learning_rate=0.0005."
+            )
 
 
 def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:

@@ -184,3 +184,13 @@ def test_train_refuses_too_few_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["train", str(path), "--predictor", "trees", "--out", str(tmp_path), "--cache", str(tmp_path)]) == 1
     kinds = "trees learns from tables of these kinds: workload, transformer, collected, run."
     assert f"0 rows are too few to learn from. {kinds} 1 rows were left out" in capsys.readouterr().err
+
+
+def test_a_fit_that_is_near_a_constant_is_no_weights(
+    table_of_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(table_of_runs), "--predictor", "dnnperf", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
+    settings = ["--set", "learning_rate=0", "--set", "epochs=1", "--set", "hidden=8"]
+    assert main([*words, *settings, "--splits", "family", "--most-runs", "80", "--jobs", "1"]) == 1
+    assert "dnnperf is near a constant: for its own 72 training rows" in capsys.readouterr().err
+    assert not (tmp_path / "dnnperf.json").exists()

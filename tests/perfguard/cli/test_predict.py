@@ -313,6 +313,8 @@ def test_another_installed_predictor_is_asked(capsys: pytest.CaptureFixture[str]
     assert document["predictor"].startswith("dippm-")
     assert document["trained_quantities"] == ["time"]  # of inference, with held-out runs; its memory comes from the replay
     assert document["mig"]["profile"] == "1g.5gb"
+    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "a100", "--predictor", "dipm"]) == 1
+    assert "No predictor is called 'dipm'. Installed: dippm" in capsys.readouterr().err
 
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -331,7 +333,6 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> N
         (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
         (["--dim", "side=64", "--gpu", "a100/9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
         (["--dim", "side=64", "--gpu", "a100,t4", "--mig"], "are for one GPU"),
-        (["--dim", "side=64", "--gpu", "a100", "--predictor", "dipm"], "No predictor is called 'dipm'. Installed: dippm"),
         (["--dim", "side=64", "--gpu", ","], "--gpu must be 'all' or names"),
     ],
 )
