@@ -54,6 +54,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", action="store_true", help="show how each number came to be, and bytes and time by module and operator"
     )
     parser.add_argument("--plot", metavar="FILE.html", help="draw the memory over the time of the step")
+    parser.add_argument("--slurm", action="store_true", help="print the #SBATCH lines that reserve what is predicted")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -63,6 +64,7 @@ def predict(arguments: argparse.Namespace) -> None:
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
     if arguments.plot:
         check_page("--plot", arguments.plot)
+    _check_slurm(arguments)
     devices = [in_network(device, arguments) for device in _devices(arguments.gpu)]
     work_on = subject_of(arguments)
     predictor = load_predictor(arguments.predictor)
@@ -98,7 +100,9 @@ def predict(arguments: argparse.Namespace) -> None:
         document["account"] = explain.as_json(predicted)
         if work.dry_run_s:
             document["dry_run_s"] = dict(work.dry_run_s)
-    if arguments.json:
+    if arguments.slurm:
+        _print_slurm(document["notes"], prediction, device, predicted.get("host_memory"), arguments.world_size or 1)
+    elif arguments.json:
         print(json.dumps(document, indent=2))
     else:
         _print(document, prediction, device, graph, peak_graph)
@@ -132,8 +136,8 @@ def _rank(
     """Predict on every device, and print those that fit with a chance of 95% first, then by time."""
     from perfguard.graph.kernels import target_of
 
-    if arguments.explain or arguments.plot or arguments.mig:
-        raise ConfigurationError("--explain, --plot and --mig are for one GPU.")
+    if arguments.explain or arguments.plot or arguments.mig or arguments.slurm:
+        raise ConfigurationError("--explain, --plot, --mig and --slurm are for one GPU.")
     works: dict[Target, Work] = {}
     rows = []
     for device in devices:
@@ -170,6 +174,31 @@ def _rank(
     console.print(table)
     if not all(row["trained_on_device"] for row in rows):
         console.print("* not trained on such steps on this GPU: read the interval and not the time", highlight=False)
+
+
+def _check_slurm(arguments: argparse.Namespace) -> None:
+    if arguments.slurm and (arguments.json or arguments.explain):
+        raise ConfigurationError("--slurm prints the lines of a batch script alone: leave out --json and --explain.")
+    if arguments.slurm and arguments.network:
+        raise ConfigurationError(
+            "--slurm writes the lines for one node: leave out --network, or ask for the processes of one node."
+        )
+
+
+def _print_slurm(
+    notes: Iterable[str], prediction: Prediction, device: Device, host_memory: Estimate | None, processes: int
+) -> None:
+    from perfguard.cli.slurm import slurm_lines
+
+    for line in slurm_lines(prediction, device, host_memory=host_memory, processes=processes):
+        print(line)
+    missing = []
+    if prediction.total_time is None:
+        missing.append("No --time: the steps of the trial are not known. Give --steps.")
+    if host_memory is None:
+        missing.append("No --mem: only the dry run of a script shows what it holds in the memory of the host.")
+    for note in (*missing, *notes, *notes_of_unmodelled(prediction.unmodelled)):
+        print(f"perfguard: {note}", file=sys.stderr)
 
 
 def print_tables(tables: Iterable[Table]) -> None:

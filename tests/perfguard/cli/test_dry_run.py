@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from perfguard import Workload, resolve_device, trace
+from perfguard import Workload, load_predictor, resolve_device, trace
 from perfguard.cli import main
 from perfguard.cli import script as module
+from perfguard.cli.slurm import slurm_lines
+from perfguard.predictor import Estimate
 
 GPU = ("--gpu", "a100-pcie-40gb")
 TRAINING = """
@@ -266,6 +270,39 @@ def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, env=environment, text=True, start_new_session=True, stdin=stdin, stdout=stdout, stderr=stderr
     )
+
+
+def test_the_lines_of_a_batch_script_reserve_the_upper_end(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(TRAINING)
+    assert main(["dry-run", str(script), *GPU, "--log", "none", "--slurm"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    options = [line for line in lines if not line.startswith("# ")]
+    assert options == ["#SBATCH --gres=gpu:1", "#SBATCH --mem=3G", "#SBATCH --time=00:01:00"]
+    assert len(lines) == 2 * len(options)  # each has a comment with its source
+    assert subprocess.run(["bash"], input="\n".join(lines), text=True, check=True, capture_output=True).stdout == ""
+
+
+def test_what_is_not_known_is_not_reserved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    described = tmp_path / "model.py"
+    described.write_text(
+        "from torch import nn\nfrom perfguard import Workload\n"
+        "def build(params):\n    return Workload(nn.Linear(8, 8), (4, 8), mode='infer')\n"
+    )
+    assert main(["predict", f"{described}:build", *GPU, "--log", "none", "--slurm"]) == 0
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("#SBATCH")] == ["#SBATCH --gres=gpu:1"]
+    assert "No --time: the steps of the trial are not known. Give --steps." in err
+    assert "No --mem" in err
+
+
+def test_several_processes_share_the_memory_of_their_node() -> None:
+    workload = Workload(torch.nn.Linear(8, 8), (4, 8), mode="infer")
+    device = resolve_device("a100")
+    prediction = load_predictor().predict(trace(workload, target=device), device, steps=10**9)
+    lines = [*slurm_lines(prediction, device, host_memory=Estimate(3 * 2**30, 0.1), processes=4)]
+    assert lines[1] == "#SBATCH --gres=gpu:4"
+    assert lines[3] == "#SBATCH --mem=23G"  # 4 x 3 GiB and 18% more, and 4 x 2 GiB for CUDA
+    assert re.fullmatch(r"#SBATCH --time=\d+-\d\d:\d\d:00", lines[5])
 
 
 @pytest.mark.slow
