@@ -39,6 +39,7 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy --config-file optunahub/mypy.ini optunahub/package
 
 # The documentation site, in out/site. A link that leads nowhere and a page that is not in docs/_toc.yml are errors.
 docs: $(INSTALLED)

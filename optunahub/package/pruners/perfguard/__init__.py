@@ -1,7 +1,9 @@
 """PerfGuardPruner on OptunaHub: all of it is in the distribution perfguard, which this module imports."""
 
 try:
-    from perfguard_optuna import PerfGuardPruner, create_study, summarize
+    from perfguard_optuna import create_study
+    from perfguard_optuna import PerfGuardPruner
+    from perfguard_optuna import summarize
 except ModuleNotFoundError as error:
     if error.name != "perfguard_optuna":
         raise

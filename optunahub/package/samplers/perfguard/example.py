@@ -1,14 +1,17 @@
 """Convolutions for handwritten digits: TPE proposes, and only what is predicted to stay within 64 MiB becomes a trial's turn."""
 
 import functools
+from typing import Any
 
 import optuna
-import torch
+import optunahub
 from sklearn.datasets import load_digits
+import torch
 from torch import nn
 
-import optunahub
-from perfguard import TensorSpec, Workload
+from perfguard import TensorSpec
+from perfguard import Workload
+
 
 perfguard_sampler = optunahub.load_module("samplers/perfguard")
 images, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
@@ -17,7 +20,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 20
 
 
-def make_model(params):
+def make_model(params: dict[str, Any]) -> nn.Module:
     channels = params["channels"]
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
@@ -29,7 +32,9 @@ def make_model(params):
     )
 
 
-def build(params):  # what a trial would run: called on PyTorch's meta device, which allocates nothing
+def build(
+    params: dict[str, Any],
+) -> Workload:  # what a trial would run: called on PyTorch's meta device, which allocates nothing
     batch = params["batch_size"]
     return Workload(
         make_model(params),
@@ -41,7 +46,7 @@ def build(params):  # what a trial would run: called on PyTorch's meta device, w
     )
 
 
-def objective(trial):
+def objective(trial: optuna.Trial) -> float:
     params = {
         "channels": trial.suggest_int("channels", 4, 128, log=True),
         "batch_size": trial.suggest_int("batch_size", 16, 1024, log=True),
@@ -51,7 +56,7 @@ def objective(trial):
     for _ in range(STEPS):
         chosen = torch.randint(len(images), (params["batch_size"],))
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[chosen]), digits[chosen]).backward()
+        nn.functional.cross_entropy(model(images[chosen]), digits[chosen]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
         return (model(images[:500]).argmax(dim=1) == digits[:500]).double().mean().item()
