@@ -240,3 +240,34 @@ def test_steps_of_the_action(tmp_path: Path, script: str, inputs: dict[str, str]
     assert ended == status
     assert outputs == (f"result={result}\n" if result else "")
     assert summary.startswith(result)
+
+
+TRAINING = """
+import argparse, torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int)
+parser.add_argument("--name")
+words = parser.parse_args()
+assert words.name == "two words"
+model = torch.nn.Linear(8, words.width).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "named", "status", "result"),
+    [(64, {"source": "train.py"}, 0, "fits"), (2**32, {"module": "train", "world-size": "2"}, 1, "does not fit")],
+)
+@pytest.mark.slow
+def test_the_action_takes_a_script_with_its_words(
+    tmp_path: Path, width: int, named: dict[str, str], status: int, result: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    words = f"--width\n{width}\n--name\ntwo words\n"
+    ended, outputs, _ = run_action(tmp_path, {**named, "gpu": "a100", "arguments": words, "package": ""})
+    assert (ended, outputs) == (status, f"result={result}\n")
