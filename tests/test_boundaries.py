@@ -17,20 +17,22 @@ MAIN = (
     "integrations/perfguard_optuna",
     "integrations/perfguard_ray",
     "integrations/perfguard_hydra",
+    "integrations/perfguard_mcp",
     "models/perfguard_models",
 )
 RESEARCH = ("models/perfguard_research",)
 """What the second distribution, perfguard-research, holds."""
 PACKAGES = (*MAIN, *RESEARCH)
-_PLUGINS = {"perfguard_optuna", "perfguard_ray", "perfguard_hydra"}
+_PLUGINS = {"perfguard_optuna", "perfguard_ray", "perfguard_hydra", "perfguard_mcp"}
 _MODELS = {"perfguard_models", "perfguard_research"}
 FORBIDDEN = {
-    "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray", "hydra"},
+    "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray", "hydra", "mcp"},
     "models/perfguard_models": {*_PLUGINS, "perfguard_research", "optuna", "ray"},
     "models/perfguard_research": {*_PLUGINS, "optuna", "ray"},
     "integrations/perfguard_optuna": {"perfguard_ray", "perfguard_hydra", *_MODELS, "ray", "hydra"},
     "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_hydra", *_MODELS, "hydra"},
     "integrations/perfguard_hydra": {"perfguard_ray", *_MODELS, "ray"},  # its sweeper is one over Optuna
+    "integrations/perfguard_mcp": {*_PLUGINS - {"perfguard_mcp"}, *_MODELS, "optuna", "ray", "hydra"},
 }
 HEAVY = ("torch", "torch_geometric", "sklearn", "sqlalchemy", "optuna", "ray")
 
