@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import warm_ray
 from tests.doubles import PretendedGpuProbe
 
 _QUIET = {
@@ -20,21 +21,22 @@ _QUIET = {
 
 
 @pytest.fixture(scope="session")
-def ray_on_this_machine() -> Iterator[None]:
-    """A Ray of one processor: trials that take turns in one process import PyTorch once. Whatever cluster runs beside it."""
+def ray_on_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Ray of one processor, whose workers are forked where PyTorch is imported. Whatever cluster runs beside it."""
     import ray
 
     with pytest.MonkeyPatch.context() as environment:  # for Ray's processes, which inherit it
         for name, value in _QUIET.items():
             environment.setenv(name, value)
-        ray.init(
-            "local",
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with warm_ray.workers(tmp_path_factory.mktemp("ray")):
+            ray.init(
+                "local",
+                num_cpus=1,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     yield
     ray.shutdown()
 
