@@ -361,16 +361,21 @@ class TrialSession:
     def _margins_as_measured(self, measured: Mapping[Quantity, float], *, is_whole: bool) -> Mapping[Quantity, float]:
         """Return log(measured / limit) for each limit, and the margin of the verdict where nothing was read.
 
-        A trial that has its result is not infeasible for what equal readings of its memory scatter by.
+        A trial that has its result is not infeasible for what equal readings of its memory scatter by. Where its memory was not
+        read, it fitted the device all the same: else a sampler avoids the best of what was launched in doubt.
         """
         margins = dict(self.verdict.margins)
-        kind = self.guard.device.kind
+        device = self.guard.device
         for limit in self.verdict.limits:
             value = measured.get(limit.quantity, 0.0)
             if value > 0 and (is_whole or limit.quantity not in ("time", "cost")):
                 margins[limit.quantity] = math.log(value / limit.limit)
-            if limit.quantity == "memory" and is_whole and limit.limit < value <= least_exceeding(limit.limit, kind):
+            if limit.quantity != "memory" or not is_whole:
+                continue
+            if limit.limit < value <= least_exceeding(limit.limit, device.kind):
                 margins["memory"] = 0.0
+            if value == 0 and limit.limit >= device.memory_bytes:
+                margins["memory"] = min(margins["memory"], 0.0)
         return margins
 
     def _margins_out_of_memory(self, needed_bytes: int | None) -> Mapping[Quantity, float]:

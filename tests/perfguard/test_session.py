@@ -20,6 +20,7 @@ from perfguard.exceptions import BudgetWarning, CaptureError, ConfigurationError
 from perfguard.guard import Guard
 from perfguard.measure import CutShort, Measurement
 from perfguard.pace import Pace
+from perfguard.predictor import Estimate
 from perfguard.rejections import Search
 from perfguard.session import HowEnded, TrialSession, check_repairs
 from perfguard.workload import Workload
@@ -302,6 +303,17 @@ def test_a_result_is_feasible_whatever_equal_readings_scatter_by(device: Device,
     margins = session.end(read).margins
     assert margins is not None
     assert margins["memory"] == pytest.approx(margin, abs=1e-6)
+
+
+@pytest.mark.parametrize(("share", "is_feasible"), [(1.0, True), (0.5, False)])
+def test_doubtful_trial_whose_memory_was_not_read_is_feasible_if_the_device_is_the_limit(share: float, is_feasible: bool) -> None:
+    """It fitted the device. A smaller budget may be broken all the same, so there the prediction stands."""
+    predictor = ReplayPredictor(memory=Estimate(1.02 * share * BARE_A100.memory_bytes, 0.05))
+    session = judged(session_of(memory_budget=share, predictor=predictor, risk=0.3), workload())
+    assert (session.verdict.action, session.verdict.margins["memory"]) == ("launch", pytest.approx(math.log(1.02)))
+    margins = session.end(measurement(peak_memory_bytes=None)).margins
+    assert margins is not None
+    assert (margins["memory"] <= 0) == is_feasible
 
 
 def test_trial_on_another_device_keeps_the_margins_of_its_verdict() -> None:
