@@ -7,11 +7,14 @@ batches and data sets of the host do not count. It asks nothing of PerfGuard. No
     live bytes       the sum over these storages, each from its making to its end
 
 What kernels take beside their results is not tracked. Where a GPU keeps something else than a CPU for a backward pass, the
-tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach").
+tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach"). Where
+PyTorch does something else because it is tracked, the tracker does as PyTorch alone: autograd adds a second gradient to the first
+in place, where nothing else holds that.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +40,16 @@ class LiveBytes(TorchDispatchMode):
         self._tracked: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
         self.now = 0
         self.peak = 0
+        self._is_calibrating = False
+        self._alone: tuple[int, ...] = ()
+        """References to a gradient that only autograd's buffer holds, as they look in the mode."""
+
+    def calibrate(self) -> None:
+        """Learn how a gradient looks that only autograd's buffer holds. Call it once all modes are on."""
+        self._is_calibrating = True
+        x = torch.ones((), requires_grad=True).neg()
+        (x.neg() + x.neg()).backward()
+        self._is_calibrating = False
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is on the device."""
@@ -57,6 +70,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and self._is_accumulated(*args):
+            return args[0].add_(args[1])
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         out = func(*args, **(kwargs or {}))
         is_on_device = any(self.is_on_device(tensor) for tensor in given)
@@ -64,6 +79,17 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.track(tensor)
         return out
+
+    def _is_accumulated(self, gradient: Any, other: Any) -> bool:
+        """Whether autograd adds ``other`` to a ``gradient`` that it alone holds (`can_accumulate_inplace` of PyTorch)."""
+        if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or not isinstance(gradient, torch.Tensor):
+            return False
+        uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        references = (gradient._use_count(), uses, sys.getrefcount(gradient))  # type: ignore[attr-defined]
+        if self._is_calibrating:
+            self._alone = references
+        is_whole = isinstance(other, torch.Tensor) and gradient.shape == other.shape and gradient.is_contiguous()
+        return is_whole and references == self._alone
 
 
 class _OnDevice(TorchFunctionMode):
@@ -166,6 +192,7 @@ def live_bytes_tracked() -> Iterator[LiveBytes]:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(live)
         stack.enter_context(_OnDevice(live))
+        live.calibrate()
         yield live
 
 

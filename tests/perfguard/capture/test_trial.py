@@ -132,9 +132,10 @@ def model_of_before() -> None:
 def accumulation() -> None:
     model = convolutional().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    for number, (x, y) in enumerate(images(320), 1):
-        output = model(x.cuda())
-        loss = F.cross_entropy(output, y.cuda())
+    for number, (inputs, labels) in enumerate(images(320), 1):
+        x, y = inputs.cuda(), labels.cuda()
+        output = model(x)
+        loss = F.cross_entropy(output, y)
         loss.backward()
         if number % 4 == 0:
             optimizer.step()
