@@ -139,6 +139,8 @@ class Loaders:
         """``make_batch(collate, samples)`` returns a batch."""
         self.on_asked: Callable[[], object] = lambda: None
         """Called as a loader is asked for a batch."""
+        self.on_begun: Callable[[], object] = lambda: None
+        """Called as a pass over a loader begins."""
         self._longest_batches: list[Any] | None = None
         """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
@@ -196,6 +198,7 @@ class Loaders:
             StopIteration: if its next batches show nothing new.
         """
         if event == "begins":
+            self.on_begun()
             before = self._passes.get(loader)
             self._counts_steps |= before is not None and before.feeds and _gives_without_end()
             self._passes[loader] = _Pass(self._num_operators())

@@ -97,6 +97,8 @@ class HostTensors(TorchDispatchMode):
         self.values = Values()
         self.use = HostUse()
         self.blanks = Blanks() if blanks is None else blanks
+        self.on_copied: Callable[[torch.Tensor, torch.Tensor], object] = lambda *_: None
+        """Called with a tensor of the device and its copy there, if neither a model nor an optimizer makes it."""
 
     def restored(self, source: torch.Tensor) -> torch.Tensor:
         """Return the twin on the device of a tensor of a file."""
@@ -172,6 +174,15 @@ class HostTensors(TorchDispatchMode):
             return _GO_ON
         found = self._come_back(args[0], kwargs.get("dtype") or args[0].dtype)
         return self.use.keep(found, is_pinned=kwargs.get("non_blocking", False))  # PyTorch pins where it need not wait
+
+    def copy_beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a copy on the device."""
+        if not args[0].is_meta:
+            return _GO_ON
+        copied = self.values.run(func, args, kwargs, self.recorder.record)
+        if not self.in_forward and self.recorder.phase is None:
+            self.on_copied(args[0], copied)
+        return copied
 
     def copy_into(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copy to the host, or to its place on the device at once, as the weights of a file."""
@@ -315,6 +326,7 @@ _OPERATOR_RULES: dict[Any, Callable[[HostTensors, Any, Any, Any], Any]] = {
     aten.equal.default: HostTensors.compare,
     aten.allclose.default: HostTensors.compare,
     aten._to_copy.default: HostTensors.copy_back,
+    aten.clone.default: HostTensors.copy_beside,
     aten.copy_.default: HostTensors.copy_into,
 }
 """What is answered in the place of an operator that reads something of the device."""

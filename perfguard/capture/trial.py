@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.errors import LeftOutError
+from perfguard.capture.kept_copies import KeptCopies
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loop_heads import LoopHeads
 from perfguard.capture.loops import Generations
@@ -201,6 +202,9 @@ class Watch:
         self._recorder.on_write = lambda written: None if self._numbers else self._updates.note_written(written)
         self._placement.on_assigned = lambda tensor: None if self._numbers else self._updates.note_assigned(tensor)
         self.loaders = Loaders(lambda: len(self._recorder.ops), self._stopwatch, seconds_spared=1.0 if spares else 0.0)
+        self._kept_copies = KeptCopies(self._recorder)
+        self.host.on_copied = self._kept_copies.note
+        self.loaders.on_begun = self._begin_anew
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
         self._most_seconds = most_seconds
@@ -312,6 +316,7 @@ class Watch:
         evaluates = not torch.is_grad_enabled()
         if not evaluates:
             self._updates.begin_forward()
+            self._begin_anew()
         if self._numbers and not self._replay.is_on:
             self._micro_batches.begin_forward(id(module), evaluates=evaluates)
             if self._micro_batches.are_many:
@@ -403,6 +408,12 @@ class Watch:
             micro_batches.go_on()
         return None
 
+    def _begin_anew(self, *, least_steps: int = 3) -> None:
+        """Make copies again that a loop keeps, where it may begin anew: with a pass over a loader, or a step."""
+        steps = self.events.steps
+        if len(steps) >= least_steps and not self._replay.leaves_out and self._recorder.phase is None:
+            self._kept_copies.make_again(steps[-2])
+
     def _fail_unseen(self, why: str) -> None:
         self._may_be_lost = True
         self._end(why)
@@ -415,6 +426,7 @@ class Watch:
     def _as_optimizer(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            self._begin_anew()
             if self._replay.skips:
                 return self._replay.put_off(functools.partial(zero_grad, *args, **kwargs))
             with self._recorder.in_phase(Phase.OPTIMIZER):
@@ -429,7 +441,7 @@ class Watch:
             own(optimizer, *args, **kwargs)
             self._number(optimizer)
             if self.events.steps and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
-                self._forget_models(only_dead=True)
+                self._forget_models(but={id(p) for group in optimizer.param_groups for p in group["params"]})
 
         return __init__
 
@@ -610,15 +622,18 @@ class Watch:
         """Steps after the first epoch."""
         return num_later_steps(self.events.steps, self.loaders.first_ended_at)
 
-    def _forget_models(self, *, only_dead: bool = False) -> None:
-        """Let go of the models so far. Those that have had their time must not be kept alive."""
-        held = {key: weakref.ref(root) for key, root in self._roots.items()}
+    def _forget_models(self, *, but: Set[int] = frozenset()) -> None:
+        """Let go of the models so far, but for those with parameters of these ids. They must not be kept alive.
+
+        One that runs again is a model again.
+        """
+        held = dict(self._roots)
         self._roots.clear()
-        if only_dead:
-            gc.collect()
-            self._roots.update({key: root for key, ref in held.items() if (root := ref()) is not None})
+        self._roots.update({key: root for key, root in held.items() if any(id(p) in but for p in root.parameters())})
         if len(self._roots) < len(held):
             self._paths_of.clear()
+        del held
+        gc.collect()
 
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
