@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import math
+import multiprocessing.process
 import sys
 import threading
 import traceback
@@ -39,7 +40,7 @@ from perfguard.capture.ranks import Ranks
 from perfguard.capture.recording import Events, Recording, Span, dtype_of_most_arithmetic, num_later_steps, step_of
 from perfguard.capture.replay import Key, Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
-from perfguard.capture.stops import Stops, line_of_user
+from perfguard.capture.stops import Stops, line_of_user, place_of_user
 from perfguard.capture.stopwatch import Stopwatch
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -221,6 +222,8 @@ class Watch:
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """The optimizers that were made, numbered. The id of one that is gone may be that of the next."""
         self._num_made = itertools.count()
+        self._made_at: dict[tuple[str, int] | None, int] = {}
+        """Numbers of the latest optimizers, by the line of the user's code that has made them."""
         self._stepped: dict[int, int] = {}
         """Steps of each optimizer, by its number, in the order of their first steps."""
         self._roots: dict[int, nn.Module] = {}
@@ -245,6 +248,7 @@ class Watch:
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
         replace(torch.optim.Optimizer, "add_param_group", self._noting_groups)
         replace(threading.Thread, "start", self._starting)
+        replace(multiprocessing.process.BaseProcess, "start", self._starting_process)
         for module, name in _TRANSFORMING:
             replace(module, name, self._placement.placing_inputs)
         self._ranks.enter(stack, replace)
@@ -272,6 +276,20 @@ class Watch:
 
             thread.run = run_on_stage  # type: ignore[method-assign]
             own(thread)
+
+        return start
+
+    def _starting_process(self, own: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Refuse a process that trains a model which the objective shares with it, as in Hogwild. Others may start."""
+
+        @functools.wraps(own)
+        def start(process: Any) -> None:
+            if self._placement.has_shared:
+                raise CaptureError(
+                    f"{place_of_user()} starts a process with a model in shared memory, and a dry run sees the steps of one "
+                    "process alone: train in the process of the objective, or describe what one of them runs: build=..."
+                )
+            own(process)
 
         return start
 
@@ -439,7 +457,7 @@ class Watch:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._end_replay()
             own(optimizer, *args, **kwargs)
-            self._number(optimizer)
+            self._number_new(optimizer, line_of_user())
             if self.events.steps and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
                 self._forget_models(but={id(p) for group in optimizer.param_groups for p in group["params"]})
 
@@ -453,6 +471,14 @@ class Watch:
                 self._replay.forget()
 
         return add_param_group
+
+    def _number_new(self, optimizer: torch.optim.Optimizer, line: tuple[str, int] | None) -> None:
+        """Number an optimizer that a ``line`` has made. One of a step, as for a task of meta-learning, is the one before it."""
+        before = self._made_at.get(line)
+        is_waited_for = bool(set(self._numbers.values()) - self._stepped.keys())
+        if before in self._stepped and (is_waited_for or [*self._stepped][-1] != before):
+            self._numbers[optimizer] = before
+        self._made_at[line] = self._number(optimizer)
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         if optimizer not in self._numbers:
@@ -688,6 +714,8 @@ class Watch:
         stop = self._stops.where()
         unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
         per_epoch, in_all = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
+        if events.stages and not self.loaders.feed_steps:
+            in_all = None  # the optimizer of the last stage has counted its own steps alone
         if in_all is None and not stop and not events.stages and not self.loaders.may_stop_early:
             in_all = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
         size = self._samples_and_tokens(number)
