@@ -9,7 +9,7 @@ batches and data sets of the host do not count. It asks nothing of PerfGuard. No
 What kernels take beside their results is not tracked. Where a GPU keeps something else than a CPU for a backward pass, the
 tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach"). Where
 PyTorch does something else because it is tracked, the tracker does as PyTorch alone: autograd adds a second gradient to the first
-in place, where nothing else holds that.
+in place, where nothing else holds that, and writes the gradient of a selection into its zeros.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
+_IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+_ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,6 +47,8 @@ class LiveBytes(TorchDispatchMode):
         self._tracked: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
         self.now = 0
         self.peak = 0
+        self._zeros = -1
+        """Address of the storage of zeros, if the last operator of a backward pass has made some."""
         self._is_calibrating = False
         self._alone: tuple[int, ...] = ()
         """References to a gradient that only autograd's buffer holds, as they look in the mode."""
@@ -72,8 +81,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and self._is_accumulated(*args):
             return args[0].add_(args[1])
+        if func in _IN_PLACE and args[0].untyped_storage()._cdata == self._zeros:
+            func = _IN_PLACE[func]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         out = func(*args, **(kwargs or {}))
+        is_of_backward = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+        self._zeros = out.untyped_storage()._cdata if func in _ZEROS and is_of_backward else -1
         is_on_device = any(self.is_on_device(tensor) for tensor in given)
         for tensor in tree_leaves(out) if is_on_device else ():
             if isinstance(tensor, torch.Tensor):

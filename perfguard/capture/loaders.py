@@ -307,7 +307,8 @@ class Loaders:
 
         def rank(loader: Any) -> tuple[bool, ...]:
             latest = passes[loader]
-            return loader is not trainer, not latest.feeds, latest.evaluates, latest.is_left
+            is_made_anew = trainer is not None and _are_alike(loader, trainer)
+            return loader is not trainer, not is_made_anew, not latest.feeds, latest.evaluates, latest.is_left
 
         likely = sorted(self._giving, key=rank)
         if likely and likely[0] in self._beside and passes[trainer].has_ended:
