@@ -7,11 +7,14 @@ batches and data sets of the host do not count. It asks nothing of PerfGuard. No
     live bytes       the sum over these storages, each from its making to its end
 
 What kernels take beside their results is not tracked. Where a GPU keeps something else than a CPU for a backward pass, the
-tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach").
+tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach"). Where
+PyTorch does something else because it is tracked, the tracker does as PyTorch alone: autograd adds a second gradient to the first
+in place, where nothing else holds that, and writes the gradient of a selection into its zeros.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +30,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
+_IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+_ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,6 +47,18 @@ class LiveBytes(TorchDispatchMode):
         self._tracked: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
         self.now = 0
         self.peak = 0
+        self._zeros = -1
+        """Address of the storage of zeros, if the last operator of a backward pass has made some."""
+        self._is_calibrating = False
+        self._alone: tuple[int, ...] = ()
+        """References to a gradient that only autograd's buffer holds, as they look in the mode."""
+
+    def calibrate(self) -> None:
+        """Learn how a gradient looks that only autograd's buffer holds. Call it once all modes are on."""
+        self._is_calibrating = True
+        x = torch.ones((), requires_grad=True).neg()
+        (x.neg() + x.neg()).backward()
+        self._is_calibrating = False
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is on the device."""
@@ -57,13 +79,30 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and self._is_accumulated(*args):
+            return args[0].add_(args[1])
+        if func in _IN_PLACE and args[0].untyped_storage()._cdata == self._zeros:
+            func = _IN_PLACE[func]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         out = func(*args, **(kwargs or {}))
+        is_of_backward = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+        self._zeros = out.untyped_storage()._cdata if func in _ZEROS and is_of_backward else -1
         is_on_device = any(self.is_on_device(tensor) for tensor in given)
         for tensor in tree_leaves(out) if is_on_device else ():
             if isinstance(tensor, torch.Tensor):
                 self.track(tensor)
         return out
+
+    def _is_accumulated(self, gradient: Any, other: Any) -> bool:
+        """Whether autograd adds ``other`` to a ``gradient`` that it alone holds (`can_accumulate_inplace` of PyTorch)."""
+        if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or not isinstance(gradient, torch.Tensor):
+            return False
+        uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        references = (gradient._use_count(), uses, sys.getrefcount(gradient))  # type: ignore[attr-defined]
+        if self._is_calibrating:
+            self._alone = references
+        is_whole = isinstance(other, torch.Tensor) and gradient.shape == other.shape and gradient.is_contiguous()
+        return is_whole and references == self._alone
 
 
 class _OnDevice(TorchFunctionMode):
@@ -166,6 +205,7 @@ def live_bytes_tracked() -> Iterator[LiveBytes]:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(live)
         stack.enter_context(_OnDevice(live))
+        live.calibrate()
         yield live
 
 

@@ -20,6 +20,8 @@ A100 = resolve_device("a100")
 )
 def test_program_of_the_corpus_is_seen_as_it_is(program: Program) -> None:
     found = capture(program, A100)
+    if found.may_be_lost:  # as `DryRuns` does
+        found = capture(program, A100, replays=False)
     assert found.steps == PROGRAMS[program]
     seen = max(graph.peak_live_bytes for graph in (found.graph, *found.phases.values()))
     assert seen == pytest.approx(peak_live_bytes(program), rel=FURTHER.get(program.__name__, 0.01))

@@ -139,6 +139,8 @@ class Loaders:
         """``make_batch(collate, samples)`` returns a batch."""
         self.on_asked: Callable[[], object] = lambda: None
         """Called as a loader is asked for a batch."""
+        self.on_begun: Callable[[], object] = lambda: None
+        """Called as a pass over a loader begins."""
         self._longest_batches: list[Any] | None = None
         """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
@@ -196,6 +198,7 @@ class Loaders:
             StopIteration: if its next batches show nothing new.
         """
         if event == "begins":
+            self.on_begun()
             before = self._passes.get(loader)
             self._counts_steps |= before is not None and before.feeds and _gives_without_end()
             self._passes[loader] = _Pass(self._num_operators())
@@ -304,7 +307,8 @@ class Loaders:
 
         def rank(loader: Any) -> tuple[bool, ...]:
             latest = passes[loader]
-            return loader is not trainer, not latest.feeds, latest.evaluates, latest.is_left
+            is_made_anew = trainer is not None and _are_alike(loader, trainer)
+            return loader is not trainer, not is_made_anew, not latest.feeds, latest.evaluates, latest.is_left
 
         likely = sorted(self._giving, key=rank)
         if likely and likely[0] in self._beside and passes[trainer].has_ended:

@@ -179,6 +179,7 @@ def cut_step(
 ) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
     """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.
 
+    A batch is there before the step, until nothing holds it: `model(x.cuda())` may free it early.
     What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at
     ``after``. None: what is cut out is no step of a loop, and has before it what came before.
     """
@@ -188,6 +189,7 @@ def cut_step(
     place = {index: rank for rank, index in enumerate(lasting)}
     alias: dict[int, int] = {}
     latest: dict[tuple[str, int], tuple[int, float]] = {}
+    read_until: dict[int, float] = {}
     order = {StorageKind.INPUT: 1, StorageKind.OPTIMIZER_STATE: 2, StorageKind.BUFFER: 3, StorageKind.GRADIENT: 4}
     for index, life in enumerate(lives):
         kind, name = lasting.get(index, (life.kind, life.name))
@@ -203,7 +205,9 @@ def cut_step(
             latest[name, life.num_bytes] = same, death
             if same != index and until < birth:  # the next micro-batch takes the place of the last
                 alias[index] = same
+                read_until[same] = max(read_until[same], death)
                 continue
+            read_until[index] = death
             rows.append(((1, index), index, Storage(life.num_bytes, kind, -1, number - 1, name)))
         elif birth < 0:  # it outlives steps, or was left behind by what came before
             kind = StorageKind.TEMPORARY if death < number else StorageKind.BUFFER if kind is None else kind
@@ -222,4 +226,5 @@ def cut_step(
         op._replace(inputs=tuple(new[i] for i in op.inputs if i in new), outputs=tuple(new[i] for i in op.outputs if i in new))
         for op in window
     )
-    return renumbered, tuple(storage for _, _, storage in rows)
+    storages = (storage._replace(death=int(min(storage.death, read_until.get(index, math.inf)))) for _, index, storage in rows)
+    return renumbered, tuple(storages)

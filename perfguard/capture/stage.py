@@ -46,6 +46,7 @@ from perfguard.capture.host import HostUse
 from perfguard.capture.places import answers_of, asked_by, cuda_type_named, cuda_types
 from perfguard.capture.ranks import is_collective, run_collective, run_foreach
 from perfguard.capture.replay import Replay
+from perfguard.capture.stops import place_of_user
 from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -97,6 +98,8 @@ class HostTensors(TorchDispatchMode):
         self.values = Values()
         self.use = HostUse()
         self.blanks = Blanks() if blanks is None else blanks
+        self.on_copied: Callable[[torch.Tensor, torch.Tensor], object] = lambda *_: None
+        """Called with a tensor of the device and its copy there, if neither a model nor an optimizer makes it."""
 
     def restored(self, source: torch.Tensor) -> torch.Tensor:
         """Return the twin on the device of a tensor of a file."""
@@ -172,6 +175,25 @@ class HostTensors(TorchDispatchMode):
             return _GO_ON
         found = self._come_back(args[0], kwargs.get("dtype") or args[0].dtype)
         return self.use.keep(found, is_pinned=kwargs.get("non_blocking", False))  # PyTorch pins where it need not wait
+
+    def embed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look up rows of a table whose gradient is dense. How many rows a sparse one has is a value."""
+        is_sparse = args[_POSITIONS_OF_SPARSE[func] :][:1] in ((True,), [True])
+        if is_sparse and args[0].is_meta and args[0].requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"The embedding at {place_of_user()} has sparse gradients, whose size is a value that no dry run knows: make it "
+                "with sparse=False and another optimizer than SparseAdam, or describe what trials run: build=..."
+            )
+        return _GO_ON
+
+    def copy_beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a copy on the device."""
+        if not args[0].is_meta:
+            return _GO_ON
+        copied = self.values.run(func, args, kwargs, self.recorder.record)
+        if not self.in_forward and self.recorder.phase is None:
+            self.on_copied(args[0], copied)
+        return copied
 
     def copy_into(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copy to the host, or to its place on the device at once, as the weights of a file."""
@@ -310,11 +332,15 @@ class HostTensors(TorchDispatchMode):
 
 _GO_ON = object()
 """What a rule returns that leaves the rest to the others."""
+_POSITIONS_OF_SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}
+"""Where the argument stands that asks for a sparse gradient."""
 _OPERATOR_RULES: dict[Any, Callable[[HostTensors, Any, Any, Any], Any]] = {
+    **dict.fromkeys(_POSITIONS_OF_SPARSE, HostTensors.embed),
     aten._local_scalar_dense.default: HostTensors.read_number,
     aten.equal.default: HostTensors.compare,
     aten.allclose.default: HostTensors.compare,
     aten._to_copy.default: HostTensors.copy_back,
+    aten.clone.default: HostTensors.copy_beside,
     aten.copy_.default: HostTensors.copy_into,
 }
 """What is answered in the place of an operator that reads something of the device."""
@@ -401,6 +427,8 @@ class Placement(TorchFunctionMode):
         """Called with the outputs from which a backward pass begins, and whether it adds to gradients that are there."""
         self.on_assigned: Callable[[torch.Tensor], object] = lambda _: None
         """Called with a tensor whose data are another tensor now."""
+        self.has_shared = False
+        """Whether the user's code has put a tensor of the device into shared memory."""
         self._names_gpu = False
         """Whether the user's code names a GPU. If not, it computes on the CPU, as on a machine without one: what needs a gradient
         there is on the guarded device."""
@@ -468,8 +496,13 @@ class Placement(TorchFunctionMode):
         """Leave a tensor where it is, if the host is the device."""
         return call.source if call.on_meta and self._is_cpu else _GO_ON
 
+    def share(self, call: _Call) -> Any:
+        """Leave a tensor without data where it is. On a GPU, all is shared."""
+        self.has_shared |= call.on_meta
+        return call.source if call.on_meta or self._host.blanks.has([call.source]) else _GO_ON
+
     def of_blank(self, call: _Call) -> Any:
-        """Copy or share a tensor of the host that may have no data."""
+        """Copy a tensor of the host that may have no data."""
         return _OF_BLANKS[call.func](*call.args) if self._host.blanks.has([call.source]) else _GO_ON
 
     def _read_where_mixed(self, call: _Call) -> None:
@@ -569,7 +602,6 @@ def _copy_without_data(source: torch.Tensor, memo: dict[int, Any]) -> torch.Tens
 
 
 _OF_BLANKS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.Tensor.share_memory_: lambda source: source,  # there is nothing to share
     torch.Tensor.__deepcopy__: _copy_without_data,
 }
 """What functions do to a tensor that has no data."""
@@ -586,6 +618,7 @@ _RULES: dict[Any, Callable[[Placement, _Call], Any]] = {
     torch.Tensor.pin_memory: lambda _, call: call.source,
     torch.Tensor.is_pinned: lambda _, call: _GO_ON if call.on_meta else True,
     **dict.fromkeys(_OF_BLANKS, Placement.of_blank),
+    torch.Tensor.share_memory_: Placement.share,
     # Accelerate finds the optimizer's parameters again by it
     torch.Tensor.data_ptr: lambda _, call: call.source.untyped_storage()._cdata if call.on_meta else _GO_ON,
 }

@@ -65,6 +65,12 @@ def line_of_user() -> _Place | None:
     return next(_places(), None)
 
 
+def place_of_user() -> str:
+    """Return the line of the user's code that runs as "train.py:12"."""
+    line = line_of_user()
+    return "a library" if line is None else f"{Path(line[0]).name}:{line[1]}"
+
+
 def frames_of_user() -> Iterator[FrameType]:
     """The frames of the user's code that run now, innermost first."""
     frame: FrameType | None = sys._getframe(1)

@@ -10,11 +10,12 @@ import functools
 import gc
 import itertools
 import math
+import multiprocessing.process
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from perfguard.capture.blanks import Blanks
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.capture.errors import LeftOutError
+from perfguard.capture.kept_copies import KeptCopies
 from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loop_heads import LoopHeads
 from perfguard.capture.loops import Generations
@@ -38,7 +40,7 @@ from perfguard.capture.ranks import Ranks
 from perfguard.capture.recording import Events, Recording, Span, dtype_of_most_arithmetic, num_later_steps, step_of
 from perfguard.capture.replay import Key, Replay, has_backward_hooks
 from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
-from perfguard.capture.stops import Stops, line_of_user
+from perfguard.capture.stops import Stops, line_of_user, place_of_user
 from perfguard.capture.stopwatch import Stopwatch
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
@@ -201,6 +203,9 @@ class Watch:
         self._recorder.on_write = lambda written: None if self._numbers else self._updates.note_written(written)
         self._placement.on_assigned = lambda tensor: None if self._numbers else self._updates.note_assigned(tensor)
         self.loaders = Loaders(lambda: len(self._recorder.ops), self._stopwatch, seconds_spared=1.0 if spares else 0.0)
+        self._kept_copies = KeptCopies(self._recorder)
+        self.host.on_copied = self._kept_copies.note
+        self.loaders.on_begun = self._begin_anew
         self.generations = Generations(lambda: len(self._recorder.ops))
         self._ranks = Ranks(self._recorder, self.host.use, device.kind)
         self._most_seconds = most_seconds
@@ -217,6 +222,8 @@ class Watch:
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """The optimizers that were made, numbered. The id of one that is gone may be that of the next."""
         self._num_made = itertools.count()
+        self._made_at: dict[tuple[str, int] | None, int] = {}
+        """Numbers of the latest optimizers, by the line of the user's code that has made them."""
         self._stepped: dict[int, int] = {}
         """Steps of each optimizer, by its number, in the order of their first steps."""
         self._roots: dict[int, nn.Module] = {}
@@ -241,6 +248,7 @@ class Watch:
         replace(torch.optim.Optimizer, "__init__", self._noting_optimizers)
         replace(torch.optim.Optimizer, "add_param_group", self._noting_groups)
         replace(threading.Thread, "start", self._starting)
+        replace(multiprocessing.process.BaseProcess, "start", self._starting_process)
         for module, name in _TRANSFORMING:
             replace(module, name, self._placement.placing_inputs)
         self._ranks.enter(stack, replace)
@@ -268,6 +276,20 @@ class Watch:
 
             thread.run = run_on_stage  # type: ignore[method-assign]
             own(thread)
+
+        return start
+
+    def _starting_process(self, own: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Refuse a process that trains a model which the objective shares with it, as in Hogwild. Others may start."""
+
+        @functools.wraps(own)
+        def start(process: Any) -> None:
+            if self._placement.has_shared:
+                raise CaptureError(
+                    f"{place_of_user()} starts a process with a model in shared memory, and a dry run sees the steps of one "
+                    "process alone: train in the process of the objective, or describe what one of them runs: build=..."
+                )
+            own(process)
 
         return start
 
@@ -312,6 +334,7 @@ class Watch:
         evaluates = not torch.is_grad_enabled()
         if not evaluates:
             self._updates.begin_forward()
+            self._begin_anew()
         if self._numbers and not self._replay.is_on:
             self._micro_batches.begin_forward(id(module), evaluates=evaluates)
             if self._micro_batches.are_many:
@@ -403,6 +426,12 @@ class Watch:
             micro_batches.go_on()
         return None
 
+    def _begin_anew(self, *, least_steps: int = 3) -> None:
+        """Make copies again that a loop keeps, where it may begin anew: with a pass over a loader, or a step."""
+        steps = self.events.steps
+        if len(steps) >= least_steps and not self._replay.leaves_out and self._recorder.phase is None:
+            self._kept_copies.make_again(steps[-2])
+
     def _fail_unseen(self, why: str) -> None:
         self._may_be_lost = True
         self._end(why)
@@ -415,6 +444,7 @@ class Watch:
     def _as_optimizer(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            self._begin_anew()
             if self._replay.skips:
                 return self._replay.put_off(functools.partial(zero_grad, *args, **kwargs))
             with self._recorder.in_phase(Phase.OPTIMIZER):
@@ -427,9 +457,9 @@ class Watch:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._end_replay()
             own(optimizer, *args, **kwargs)
-            self._number(optimizer)
+            self._number_new(optimizer, line_of_user())
             if self.events.steps and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
-                self._forget_models(only_dead=True)
+                self._forget_models(but={id(p) for group in optimizer.param_groups for p in group["params"]})
 
         return __init__
 
@@ -441,6 +471,14 @@ class Watch:
                 self._replay.forget()
 
         return add_param_group
+
+    def _number_new(self, optimizer: torch.optim.Optimizer, line: tuple[str, int] | None) -> None:
+        """Number an optimizer that a ``line`` has made. One of a step, as for a task of meta-learning, is the one before it."""
+        before = self._made_at.get(line)
+        is_waited_for = bool(set(self._numbers.values()) - self._stepped.keys())
+        if before in self._stepped and (is_waited_for or [*self._stepped][-1] != before):
+            self._numbers[optimizer] = before
+        self._made_at[line] = self._number(optimizer)
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         if optimizer not in self._numbers:
@@ -610,15 +648,18 @@ class Watch:
         """Steps after the first epoch."""
         return num_later_steps(self.events.steps, self.loaders.first_ended_at)
 
-    def _forget_models(self, *, only_dead: bool = False) -> None:
-        """Let go of the models so far. Those that have had their time must not be kept alive."""
-        held = {key: weakref.ref(root) for key, root in self._roots.items()}
+    def _forget_models(self, *, but: Set[int] = frozenset()) -> None:
+        """Let go of the models so far, but for those with parameters of these ids. They must not be kept alive.
+
+        One that runs again is a model again.
+        """
+        held = dict(self._roots)
         self._roots.clear()
-        if only_dead:
-            gc.collect()
-            self._roots.update({key: root for key, ref in held.items() if (root := ref()) is not None})
+        self._roots.update({key: root for key, root in held.items() if any(id(p) in but for p in root.parameters())})
         if len(self._roots) < len(held):
             self._paths_of.clear()
+        del held
+        gc.collect()
 
     def _begin_stage(self) -> None:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
@@ -673,6 +714,8 @@ class Watch:
         stop = self._stops.where()
         unseen = f"a value that no dry run knows ends its loop at {stop}" if stop else self.unseen
         per_epoch, in_all = self.loaders.steps(is_over=not unseen, are_counted=not unseen and self._stops.counts_steps())
+        if events.stages and not self.loaders.feed_steps:
+            in_all = None  # the optimizer of the last stage has counted its own steps alone
         if in_all is None and not stop and not events.stages and not self.loaders.may_stop_early:
             in_all = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
         size = self._samples_and_tokens(number)

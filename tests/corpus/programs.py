@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tests.corpus import generative, sequences, vision
+from tests.corpus import domains, generative, habits, sequences, vision
 
 Program = Callable[[], object]
-PROGRAMS: Mapping[Program, int | None] = {**vision.PROGRAMS, **generative.PROGRAMS, **sequences.PROGRAMS}
+PROGRAMS: Mapping[Program, int | None] = {
+    **vision.PROGRAMS,
+    **generative.PROGRAMS,
+    **sequences.PROGRAMS,
+    **habits.PROGRAMS,
+    **domains.PROGRAMS,
+}
 """The programs, with the steps that each makes. None: nobody knows them before."""
 FURTHER = {
-    "tabular": 0.06,
-    "average_and_mixup": 0.05,
-    "diffusion": 0.05,
-    "clipped_by_hand": 0.04,
-    "meta_learning": 0.04,
-    "time_series": 0.03,
+    "masked_words": 0.06,  # scaled_dot_product_attention of a CPU keeps something else than the kernel of a GPU
+    "actor_and_critic": 0.06,  # the first step after a rollout is 5% higher than in the real run; why is not known
+    "diffusion": 0.05,  # mse_loss returns its mean in a storage as large as its inputs (PyTorch 2.13), and does not on meta
 }
-"""By how much the bytes of a dry run differ from those of the real run, where that is more than 1%. Why is not known yet: it may
-be the dry run, or what a CPU does otherwise than a GPU."""
+"""By how much the bytes of a dry run differ from those of the real run, where that is more than 1%, and why."""
 
 
 def fifth(number: int) -> list[Program]:

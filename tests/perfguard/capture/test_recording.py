@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from perfguard.capture.recording import Events, Recording, Span, dtype_of_most_arithmetic, num_later_steps, step_of
-from perfguard.graph.op import Life, Op, Phase
+from perfguard.capture.recording import Events, Recording, Span, cut_step, dtype_of_most_arithmetic, num_later_steps, step_of
+from perfguard.graph.op import Life, Op, Phase, StorageKind
 
 
 def op(phase: Phase = Phase.FORWARD, *, module: str = "", flops: int = 0, dtype: str = "float32") -> Op:
@@ -33,6 +33,22 @@ def life(num_bytes: int, birth: int, death: int) -> Life:
 def test_a_step_is_what_is_between_two_ends_and_knows_where_the_next_one_ends() -> None:
     assert step_of([3, 6, 9], 0) == Span(3, 6, 9)
     assert step_of([3, 6, 9], 1) == Span(6, 9, None)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "expected"),
+    [
+        ([(3, 3)], [0]),  # `torch.cat([x.cuda(), y])` frees x at once
+        ([(3, 4)], [1]),
+        ([(3, 6)], [2]),  # a name holds it to the next step
+        ([(3, 3), (4, 5)], [2]),  # the next micro-batch takes the place of the last
+        ([(3, 4), (4, 5)], [1, 2]),
+    ],
+)
+def test_a_batch_is_there_until_nothing_holds_it(deaths: list[tuple[int, int]], expected: list[int]) -> None:
+    lives = [Life(8, StorageKind.INPUT, birth, death, "inputs", Phase.FORWARD) for birth, death in deaths]
+    storages = cut_step(3 * STEP, lives, {}, 3, 6, 9)[1]
+    assert [storage.death for storage in storages] == expected
 
 
 def test_a_single_step_begins_with_its_forward_pass() -> None:

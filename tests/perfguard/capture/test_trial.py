@@ -9,6 +9,7 @@ import copy
 import gc
 import itertools
 import math
+import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -132,9 +133,10 @@ def model_of_before() -> None:
 def accumulation() -> None:
     model = convolutional().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    for number, (x, y) in enumerate(images(320), 1):
-        output = model(x.cuda())
-        loss = F.cross_entropy(output, y.cuda())
+    for number, (inputs, labels) in enumerate(images(320), 1):
+        x, y = inputs.cuda(), labels.cuda()
+        output = model(x)
+        loss = F.cross_entropy(output, y)
         loss.backward()
         if number % 4 == 0:
             optimizer.step()
@@ -1629,6 +1631,82 @@ def test_sparse_tensors_on_the_device_are_named(device: Any, is_made_there: bool
 
     with pytest.raises(CaptureError, match=r"layout torch.sparse_coo cannot be dry-run.*index_add"):
         capture(objective, device)
+
+
+@pytest.mark.parametrize("mode", ["embedding", "bag"])
+def test_sparse_gradients_are_named_with_the_line_of_the_embedding(mode: str) -> None:
+    def objective(*, sparse: bool) -> None:
+        kind = nn.Embedding if mode == "embedding" else nn.EmbeddingBag
+        model = kind(100, 8, sparse=sparse).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _step in range(5):
+            optimizer.zero_grad()
+            model(torch.randint(0, 100, (4, 3), device="cuda")).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(CaptureError, match=r"The embedding at test_trial.py:\d+ has sparse gradients.*sparse=False"):
+        capture(partial(objective, sparse=True), A100)
+    assert capture(partial(objective, sparse=False), A100).steps == 5
+
+
+def test_a_model_in_shared_memory_trains_as_it_is() -> None:
+    def objective(*, shares: bool) -> None:
+        model = nn.Linear(20, 3)
+        if shares:
+            model.share_memory()
+        train(rows(), model=model.cuda())
+
+    shared, alone = (capture(partial(objective, shares=shares), A100) for shares in (True, False))
+    assert (shared.steps, shared.graph.peak_live_bytes) == (alone.steps, alone.graph.peak_live_bytes)
+
+
+def test_a_process_that_trains_a_shared_model_is_named_with_its_line() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).share_memory()
+        multiprocessing.get_context("fork").Process(target=train, args=(rows(),), kwargs={"model": model}).start()
+
+    with pytest.raises(CaptureError, match=r"test_trial.py:\d+ starts a process with a model in shared memory"):
+        capture(objective, A100)
+
+
+def _first_order(model: nn.Module, optimizer: torch.optim.Optimizer, num_tasks: int) -> None:
+    optimizer.zero_grad()
+    for _task in range(num_tasks):
+        fast = copy.deepcopy(model)
+        inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+        for _step in range(2):
+            inner.zero_grad()
+            fast(torch.randn(5, 20, device="cuda")).square().mean().backward()
+            inner.step()
+        for parameter, other in zip(model.parameters(), fast.parameters(), strict=True):
+            parameter.grad = other.grad
+    optimizer.step()
+
+
+@pytest.mark.parametrize("num_tasks", [1, 3])
+def test_an_optimizer_that_each_step_makes_for_its_tasks_is_no_stage(num_tasks: int) -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _step in range(12):
+            _first_order(model, optimizer, num_tasks)
+
+    found = capture(objective, A100)
+    assert found.steps == 12
+    assert not any("stage" in name for name in found.phases)
+
+
+def test_the_steps_of_stages_that_no_loader_feeds_are_not_known() -> None:
+    def objective() -> None:
+        for _stage in range(3):
+            model = nn.Linear(20, 3).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            for _step in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(5, 20, device="cuda")).sum().backward()
+                optimizer.step()
+
+    assert capture(objective, A100).steps is None
 
 
 @pytest.mark.parametrize(("gpu", "capability"), [("t4", (7, 5)), ("h100", (9, 0))])
