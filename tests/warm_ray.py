@@ -14,42 +14,54 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+
+    import pytest
 
 _ADDRESS = "PERFGUARD_TESTS_WARM_RAY"
 _SETUP = "PERFGUARD_TESTS_WARM_RAY_SETUP"
 _IMPORTED = ("torch", "torch._meta_registrations", "ray.tune", "ray.train.torch", "perfguard_models.guardnet", "perfguard_ray")
 
 
-@contextmanager
-def workers(folder: Path) -> Iterator[None]:
-    """Let a Ray that this process starts have such workers, while the block lasts. The server's address lies in ``folder``."""
+def begin(folder: Path, environment: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
+    """Let a Ray that starts while ``environment`` lasts have such workers.
+
+    Args:
+        folder: for the server's address.
+        environment: what Ray and its processes find.
+
+    Returns:
+        The server. End it with ``communicate()``.
+    """
     import subprocess
-    from unittest import mock
 
     from ray._private import ray_constants, services  # private, Ray 2.43 to 2.60
 
     setup = Path(services.__file__).parent / "workers" / ray_constants.SETUP_WORKER_FILENAME
     # Ray reads its settings as it is imported, so the server has them already: no token, the first job of a new cluster, and
     # the process with which a worker ends.
-    settings = {"RAY_AUTH_MODE": "disabled", "RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
+    environment.setenv("RAY_AUTH_MODE", "disabled")
+    settings = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "server"))
-        listener.listen(16)  # who asks before the server is ready waits
+        listener.listen(16)
         server = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno())],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             env=os.environ | settings,
         )
-        environment = {_ADDRESS: listener.getsockname(), _SETUP: str(setup), "RAY_AUTH_MODE": "disabled"}
-    try:
-        with mock.patch.dict(os.environ, environment), mock.patch.object(ray_constants, "SETUP_WORKER_FILENAME", __file__):
-            yield
-    finally:
-        server.communicate()
+        environment.setenv(_ADDRESS, listener.getsockname())
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"  # Ray gives up if its own processes are slow to start beside the imports
+    environment.setenv(_SETUP, str(setup))
+    environment.setattr(ray_constants, "SETUP_WORKER_FILENAME", __file__)
+    return server
 
 
 def _ask() -> None:
@@ -81,6 +93,7 @@ def _serve(number: int) -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.freeze()
+    print("ready", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=number) as listener:
         while True:

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import ray
 from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError
 from ray.tune import Callback, Trainable
@@ -195,7 +196,7 @@ class PerfGuardCallback(Callback):
       as it was. With ``on_oom="repair"`` and Tune's ``FailureConfig(max_failures=1)``, it runs once more with smaller batches.
     - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as cut short. This
       needs a ``time_budget``, a workload with ``steps``, and 25 measured steps.
-    - A trial that reaches ``hard_time_limit`` is stopped, and logged as ``timeout``. It may hang.
+    - A trial that reaches ``hard_time_limit`` is stopped, and logged as ``timeout``. It may hang, so its actor is killed.
     - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
       replaces that row.
 
@@ -295,7 +296,7 @@ class PerfGuardCallback(Callback):
                 _stop(trial)
             elif trial.status == Trial.RUNNING and (reason := entry.over_time) is not None:
                 entry.how_ends = HowEnded("timeout", reason)
-                _stop(trial)
+                _kill(trial)
             elif trial.status == Trial.TERMINATED:
                 # Tune has no other callback for trials that a stopper of the whole experiment ends.
                 status: Status = "ok" if entry.reported else "interrupted"
@@ -359,6 +360,17 @@ def _error_of(trial: Trial) -> Exception | None:
 def _stop(trial: Trial) -> None:
     """End a trial without an error or a result. Tune gives callbacks no other way."""
     _of_caller("self", "ray.tune.execution.tune_controller").stop_trial(trial)
+
+
+def _kill(trial: Trial) -> None:
+    """End a trial that may hang, and its actor. Tune lets an actor that hangs keep the processor and the GPU for ten minutes.
+
+    An actor that Tune keeps for the next trial (private, Ray 2.43 to 2.60) lives on.
+    """
+    actor = trial.temporary_state.ray_actor
+    _stop(trial)
+    if actor is not None and not _of_caller("self", "ray.tune.execution.tune_controller")._reuse_actors:
+        ray.kill(actor)
 
 
 def _verbosity() -> int:

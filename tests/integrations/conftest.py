@@ -28,17 +28,18 @@ def ray_on_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as environment:  # for Ray's processes, which inherit it
         for name, value in _QUIET.items():
             environment.setenv(name, value)
-        with warm_ray.workers(tmp_path_factory.mktemp("ray")):
-            ray.init(
-                "local",
-                num_cpus=1,
-                include_dashboard=False,
-                object_store_memory=100 * 2**20,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        server = warm_ray.begin(tmp_path_factory.mktemp("ray"), environment)
+        ray.init(
+            "local",
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield
     ray.shutdown()
+    server.communicate()
 
 
 @pytest.fixture
