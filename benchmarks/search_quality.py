@@ -197,8 +197,8 @@ def main() -> None:
     print(f"Left out but for {ALL_ROWS!r}, because their rows are of other networks of the same name: {', '.join(left_out)}.")
     large = [space for space in of_memory if space.name.endswith("large")]
     policies = ("none", "guarded", "oracle")
-    tables = {
-        "search": (("policy",), [(Study(*one, 0), (_CALLED[one[1]],)) for one in product(of_memory, _CALLED)]),
+    tables: dict[str, tuple[tuple[str, ...], list[tuple[Study, tuple[str, ...]]]]] = {
+        "search": (("policy",), [(Study(space, policy, 0), (_CALLED[policy],)) for space, policy in product(of_memory, _CALLED)]),
         "search-budgets": (
             ("a failure costs", "policy"),
             [
