@@ -20,9 +20,9 @@ import math
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -185,7 +185,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--trials", type=int, default=50, help="mean trials whose time a study has")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="TABLE", help="search, search-budgets or search-samplers. All by default")
+    parser.add_argument("--costs", nargs="+", type=float, default=COSTS, help="of a failure, in trials, for search-budgets")
+    parser.add_argument("--plot", type=Path, help="needs the table search")
     arguments = parser.parse_args()
     runs, found = predictions(
         arguments.tables, {arguments.memory: {}, arguments.time: {}}, ["family"], cache=arguments.cache, jobs=arguments.jobs,
@@ -194,26 +196,35 @@ def main() -> None:
     of_memory, of_time, left_out = spaces_of(runs, found["family", arguments.memory], found["family", arguments.time])
     print(f"Left out but for {ALL_ROWS!r}, because their rows are of other networks of the same name: {', '.join(left_out)}.")
     large = [space for space in of_memory if space.name.endswith("large")]
-    budgets = [*large, *of_time]
     policies = ("none", "guarded", "oracle")
+    tables: dict[str, tuple[tuple[str, ...], list[tuple[Study, tuple[str, ...]]]]] = {
+        "search": (("policy",), [(Study(space, policy, 0), (_CALLED[policy],)) for space, policy in product(of_memory, _CALLED)]),
+        "search-budgets": (
+            ("a failure costs", "policy"),
+            [
+                (Study(space, policy, 0, cost), (f"{cost:g} of a trial", _CALLED[policy]))
+                for space, cost, policy in product([*large, *of_time], arguments.costs, policies)
+            ],
+        ),
+        "search-samplers": (
+            ("sampler", "policy"),
+            [
+                (Study(space, policy, 0, sampler=sampler), (sampler, _CALLED[policy]))
+                for space, sampler, policy in product(large, _SAMPLERS, policies)
+            ],
+        ),
+    }
+    chosen = {name: table for name, table in tables.items() if name in (arguments.only or tables)}
     works = [
-        *(Study(space, policy, seed) for space, policy, seed in product(of_memory, _CALLED, range(arguments.seeds))),
-        *(
-            Study(space, policy, seed, cost)
-            for space, cost, policy, seed in product(budgets, COSTS, policies, range(arguments.seeds))
-        ),
-        *(
-            Study(space, policy, seed, sampler=sampler)
-            for space, sampler, policy in product(large, _SAMPLERS, policies)
-            for seed in range(min(arguments.seeds, _SLOW.get(sampler, arguments.seeds)))
-        ),
+        replace(study, seed=seed)
+        for _, rows in chosen.values()
+        for study, _ in rows
+        for seed in range(min(arguments.seeds, _SLOW.get(study.sampler, arguments.seeds)))
     ]
     outcomes = outcomes_of(works, trials=arguments.trials, jobs=arguments.jobs)
-    show("search", ("space", "policy", *COLUMNS), list(_rows_by_policy(of_memory, outcomes)), record=arguments.record)
-    rows = list(_rows_by_cost(budgets, policies, outcomes))
-    show("search-budgets", ("space", "a failure costs", "policy", *COLUMNS), rows, record=arguments.record)
-    rows = list(_rows_by_sampler(large, policies, outcomes))
-    show("search-samplers", ("space", "sampler", "policy", *COLUMNS), rows, record=arguments.record)
+    for name, (columns, rows) in chosen.items():
+        lines = [[study.space.name, *named, *cells(study, outcomes)] for study, named in rows]
+        show(name, ("space", *columns, *COLUMNS), lines, record=arguments.record)
     if arguments.plot is not None:
         _draw(of_memory[:4], outcomes, arguments.plot, trials=arguments.trials)
 
@@ -227,21 +238,6 @@ def outcomes_of(works: Iterable[Study], *, trials: int, jobs: int) -> Outcomes:
         for work, outcome in track(done, total=len(once)):
             outcomes[work.group].append(outcome)
     return outcomes
-
-
-def _rows_by_policy(spaces: Sequence[Space], outcomes: Outcomes) -> Iterator[list[str]]:
-    for space, policy in product(spaces, _CALLED):
-        yield [space.name, _CALLED[policy], *cells(Study(space, policy, 0), outcomes)]
-
-
-def _rows_by_cost(spaces: Sequence[Space], policies: Sequence[str], outcomes: Outcomes) -> Iterator[list[str]]:
-    for space, cost, policy in product(spaces, COSTS, policies):
-        yield [space.name, f"{cost:g} of a trial", _CALLED[policy], *cells(Study(space, policy, 0, cost), outcomes)]
-
-
-def _rows_by_sampler(spaces: Sequence[Space], policies: Sequence[str], outcomes: Outcomes) -> Iterator[list[str]]:
-    for space, sampler, policy in product(spaces, _SAMPLERS, policies):
-        yield [space.name, sampler, _CALLED[policy], *cells(Study(space, policy, 0, sampler=sampler), outcomes)]
 
 
 def cells(study: Study, outcomes: Outcomes) -> list[str]:
