@@ -48,8 +48,9 @@ _USES = {
     "small batches on a TITAN RTX and a V100, transformers on GeForce cards (lamikr, pycls, Transformers)": _NEWEST,
     "transformers in float32 (NeuSight)": "transformers",
     "float16 inference, RTX 3090 (timm)": "rtx3090_infer",
-    "float16 inference, RTX 4090 (timm)": "rtx4090_infer",
+    "float16 inference, RTX 4090, half of it compiled (timm)": "rtx4090_infer",
     "float16 training, RTX 3090 (timm)": "rtx3090_train",
+    "compiled float16 inference, RTX 5090 (timm)": "rtx5090_infer",
 }
 """What people do, with the beginnings of the names of its groups of runs. Spaces are written as underscores."""
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
