@@ -179,7 +179,8 @@ def cut_step(
 ) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
     """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.
 
-    A batch is there before the step, until nothing holds it: `model(x.cuda())` may free it early.
+    A batch is there before the step, until nothing holds it: `model(x.cuda())` may free it early. Those of micro-batches are
+    there to the end.
     What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at
     ``after``. None: what is cut out is no step of a loop, and has before it what came before.
     """
@@ -205,7 +206,6 @@ def cut_step(
             latest[name, life.num_bytes] = same, death
             if same != index and until < birth:  # the next micro-batch takes the place of the last
                 alias[index] = same
-                read_until[same] = max(read_until[same], death)
                 continue
             read_until[index] = death
             rows.append(((1, index), index, Storage(life.num_bytes, kind, -1, number - 1, name)))
@@ -226,5 +226,7 @@ def cut_step(
         op._replace(inputs=tuple(new[i] for i in op.inputs if i in new), outputs=tuple(new[i] for i in op.outputs if i in new))
         for op in window
     )
+    if len(latest) < len(read_until) + len(alias):  # micro-batches: when the inputs of one that is a copy die is not followed
+        read_until = {}
     storages = (storage._replace(death=int(min(storage.death, read_until.get(index, math.inf)))) for _, index, storage in rows)
     return renumbered, tuple(storages)

@@ -42,7 +42,7 @@ def test_a_step_is_what_is_between_two_ends_and_knows_where_the_next_one_ends() 
         ([(3, 4)], [1]),
         ([(3, 6)], [2]),  # a name holds it to the next step
         ([(3, 3), (4, 5)], [2]),  # the next micro-batch takes the place of the last
-        ([(3, 4), (4, 5)], [1, 2]),
+        ([(3, 4), (4, 5)], [2, 2]),  # which is fetched ahead
     ],
 )
 def test_a_batch_is_there_until_nothing_holds_it(deaths: list[tuple[int, int]], expected: list[int]) -> None:
