@@ -14,7 +14,6 @@ import multiprocessing.process
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from perfguard.capture.loaders import Allowance, Loaders
 from perfguard.capture.loop_heads import LoopHeads
 from perfguard.capture.loops import Generations
 from perfguard.capture.micro_batches import MicroBatches
+from perfguard.capture.optimizers import Optimizers
 from perfguard.capture.own_updates import OwnUpdates
 from perfguard.capture.ranks import Ranks
 from perfguard.capture.recording import Events, Recording, Span, dtype_of_most_arithmetic, num_later_steps, step_of
@@ -200,8 +200,8 @@ class Watch:
         self._micro_batches = MicroBatches(self._recorder, self._replay, self.host.batches)
         self._placement = Placement(device, self._recorder, self.host, self._replay)
         self._updates = OwnUpdates(self._reached, self._end_own_step)
-        self._recorder.on_write = lambda written: None if self._numbers else self._updates.note_written(written)
-        self._placement.on_assigned = lambda tensor: None if self._numbers else self._updates.note_assigned(tensor)
+        self._recorder.on_write = lambda written: None if self._optimizers.numbers else self._updates.note_written(written)
+        self._placement.on_assigned = lambda tensor: None if self._optimizers.numbers else self._updates.note_assigned(tensor)
         self.loaders = Loaders(lambda: len(self._recorder.ops), self._stopwatch, seconds_spared=1.0 if spares else 0.0)
         self._kept_copies = KeptCopies(self._recorder)
         self.host.on_copied = self._kept_copies.note
@@ -219,13 +219,7 @@ class Watch:
         """Elements of the largest input of a model so far."""
         self._num_changes = 0
         """Forward passes, in a loop that is replayed, which nothing before was like."""
-        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """The optimizers that were made, numbered. The id of one that is gone may be that of the next."""
-        self._num_made = itertools.count()
-        self._made_at: dict[tuple[str, int] | None, int] = {}
-        """Numbers of the latest optimizers, by the line of the user's code that has made them."""
-        self._stepped: dict[int, int] = {}
-        """Steps of each optimizer, by its number, in the order of their first steps."""
+        self._optimizers = Optimizers()
         self._roots: dict[int, nn.Module] = {}
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
@@ -335,7 +329,7 @@ class Watch:
         if not evaluates:
             self._updates.begin_forward()
             self._begin_anew()
-        if self._numbers and not self._replay.is_on:
+        if self._optimizers.numbers and not self._replay.is_on:
             self._micro_batches.begin_forward(id(module), evaluates=evaluates)
             if self._micro_batches.are_many:
                 self._replay.follow_calls()
@@ -377,7 +371,7 @@ class Watch:
             self._depth -= 1
             if not self._depth:
                 self._placement.in_forward = self.host.in_forward = False
-                if self._numbers and not self._replay.is_on:
+                if self._optimizers.numbers and not self._replay.is_on:
                     self._micro_batches.end_forward(output)
 
     def _calling(self, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -457,8 +451,8 @@ class Watch:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._end_replay()
             own(optimizer, *args, **kwargs)
-            self._number_new(optimizer, line_of_user())
-            if self.events.steps and self._numbers[optimizer] < 8:  # it may train another model, and the last one is gone
+            number = self._optimizers.number_new(optimizer, line_of_user())
+            if self.events.steps and number < 8:  # it may train another model, and the last one is gone
                 self._forget_models(but={id(p) for group in optimizer.param_groups for p in group["params"]})
 
         return __init__
@@ -472,25 +466,12 @@ class Watch:
 
         return add_param_group
 
-    def _number_new(self, optimizer: torch.optim.Optimizer, line: tuple[str, int] | None) -> None:
-        """Number an optimizer that a ``line`` has made. One of a step, as for a task of meta-learning, is the one before it."""
-        before = self._made_at.get(line)
-        is_waited_for = bool(set(self._numbers.values()) - self._stepped.keys())
-        if before in self._stepped and (is_waited_for or [*self._stepped][-1] != before):
-            self._numbers[optimizer] = before
-        self._made_at[line] = self._number(optimizer)
-
-    def _number(self, optimizer: torch.optim.Optimizer) -> int:
-        if optimizer not in self._numbers:
-            self._numbers[optimizer] = next(self._num_made)
-        return self._numbers[optimizer]
-
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, depth: int = 1) -> Any:
         """Note that a step begins, ``depth`` frames above. Return the arguments that it gets, or None for its own."""
         hooked = sys._getframe(depth)
         running = {frame for frame, _ in traceback.walk_stack(hooked)}  # a step that has raised an error runs no longer
         self._open_steps = [*(step for step in self._open_steps if step[0] in running), (hooked, optimizer)]
-        if self._replay.is_on and self._numbers.get(optimizer) not in self._stepped:
+        if self._replay.is_on and not self._optimizers.has_stepped(optimizer):
             self._end_replay()
         if self._replay.skips:
             return None
@@ -534,15 +515,15 @@ class Watch:
         if self._open_steps:
             self._recorder.phase = Phase.OPTIMIZER
             if optimizer is not self._open_steps[-1][1]:
-                self._numbers.pop(optimizer, None)  # nobody waits for its steps
+                self._optimizers.numbers.pop(optimizer, None)  # nobody waits for its steps
             return
         if self._traits.has_engine and self._is_same_step():
             self.events.steps[-1] = len(self._recorder.ops)
             return
-        self._end_step(self._number(optimizer), self._reached())
+        self._end_step(self._optimizers.number(optimizer), self._reached())
 
     def _begin_backward(self, outputs: Sequence[torch.Tensor], accumulates: bool) -> None:
-        if not self._numbers:
+        if not self._optimizers.numbers:
             self._updates.begin_backward(outputs, line_of_user(), accumulates=accumulates)
 
     def _reached(self) -> _Reached:
@@ -559,10 +540,10 @@ class Watch:
         self._end_step(_NO_OPTIMIZER, reached)
 
     def _end_step(self, number: int, reached: _Reached) -> None:
-        if number not in self._stepped:
+        if number not in self._optimizers.steps:
             self._begin_stage()
-        self._stepped[number] = self._stepped.get(number, 0) + 1
-        if list(self._stepped)[-1] != number:  # a step ends with the optimizer that begins last
+        self._optimizers.steps[number] = self._optimizers.steps.get(number, 0) + 1
+        if list(self._optimizers.steps)[-1] != number:  # a step ends with the optimizer that begins last
             return
         events = self.events
         if len(events.steps) < 5 or 0 < self._num_later_steps < 3:  # what others leave behind is in no step that is looked at
@@ -575,9 +556,8 @@ class Watch:
             self._replay.follow_calls()
         events.copies.append(reached.num_copies)
         events.batches.append(reached.num_batches)
-        not_stepped = set(self._numbers.values()) - self._stepped.keys()
-        self.loaders.must_spare = bool(not_stepped) and max(self._stepped.values()) < _MOST_STEPS_ALONE
-        self.loaders.end_step(self._stepped[number])
+        self.loaders.must_spare = bool(self._optimizers.waited_for) and max(self._optimizers.steps.values()) < _MOST_STEPS_ALONE
+        self.loaders.end_step(self._optimizers.steps[number])
         self._replay.end_step()
         if self.loaders.must_spare:
             return
@@ -602,7 +582,7 @@ class Watch:
             self._allowance = Allowance(self._most_seconds)
             self.loaders.is_replayed = True
             self._stopwatch.enter("counting")
-            self._replay.begin(optimizer for optimizer, number in self._numbers.items() if number in self._stepped)
+            self._replay.begin(self._optimizers.with_steps())
         elif not can_replay and not is_fed and num_steps >= 3 + self._makes_buckets_anew:  # which looks through all models
             self._end(_NO_LOADER)
 
@@ -616,9 +596,10 @@ class Watch:
         """Whether a loop without its model makes the steps that it makes with it."""
         if not self._replays or self._ranks.are_many or self._traits.has_engine or self.events.stages or self._traits.is_compiled:
             return False
-        if _NO_OPTIMIZER in self._stepped:
+        if _NO_OPTIMIZER in self._optimizers.steps:
             return False
-        are_of_pytorch = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._numbers)  # not fastai's
+        known = self._optimizers.numbers
+        are_of_pytorch = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in known)  # not fastai's
         return are_of_pytorch and not has_backward_hooks(self._roots.values())
 
     def _note_states(self, optimizer: Any) -> None:
@@ -665,7 +646,7 @@ class Watch:
         """Another optimizer belongs to a step, or trains a model of its own: a second stage, another fold."""
         if len(self.events.steps) > 1 and not self.loaders.must_spare:
             self.events.stages.append(step_of(self.events.steps, 0))
-        if self._stepped:
+        if self._optimizers.steps:
             self._forget_models()
         self.events.steps, self.events.copies, self.events.batches = [], [], []
         self._loop_heads = LoopHeads()
@@ -722,8 +703,9 @@ class Watch:
         ranks, host_memory = self._ranks.number, self.host.use.memory()
         was_whole = len(events.steps) > 1 or not self.leaves_out  # the last micro-batch of the first step is not
         may_be_lost = (self._may_be_lost and not stop) or not was_whole
+        num_optimizers = len(self._optimizers.steps)
         found = CapturedTrial(
-            training, phases, per_epoch, in_all, unseen, len(self._stepped), *size, ranks, host_memory, may_be_lost=may_be_lost
+            training, phases, per_epoch, in_all, unseen, num_optimizers, *size, ranks, host_memory, may_be_lost=may_be_lost
         )
         return replace(found, seconds=self._stopwatch.seconds)
 
