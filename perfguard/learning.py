@@ -182,22 +182,18 @@ def _changed_in_words(before: Sequence[str | None], now: Sequence[str | None]) -
 def why_impossible(run: Observation, target: Target) -> str | None:
     """Return why a reading is impossible, whatever was predicted. None: it is possible, or there is no reading."""
     measurement = run.measurement
-    capacity_bytes = run.device.memory_bytes
-    if target == "time" and measurement.status != "ok":
-        return None
-    read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
-    if read is None:  # the log has what is no number in the note
-        strange = (NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf"))
-        return next((words for words in strange if target == "time" and words in measurement.note), None)
-    value = run.measured(target)
-    if value is None:
-        return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"
     if target == "memory":
-        if value > 1.05 * capacity_bytes:  # drivers round
-            return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}"
-        if run.graph.mode == "train" and measurement.status == "ok" and measurement.num_steps == 0:
-            return "the trial ended without an optimizer step, so it does not show what steps need"
-        return _too_little(run, target)
+        # Steps that were too fast did not run. A process may grow by as much for another reason.
+        has_reading = measurement.peak_memory_bytes is not None
+        return _impossible_memory(run) or (_too_little(run, "time") if has_reading else None)
+    if measurement.status != "ok":
+        return None
+    if measurement.step_time_s is None:  # the log has what is no number in the note
+        strange = (NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf"))
+        return next((words for words in strange if words in measurement.note), None)
+    value = run.measured("time")
+    if value is None:
+        return f"the measured step time is {measurement.step_time_s}, which is not above zero"
     if run.device.kind == "cuda" and (reason := _too_little(run, "memory")) is not None:
         return reason  # something else ran
     total_s = measurement.total_time_s
@@ -206,13 +202,33 @@ def why_impossible(run: Observation, target: Target) -> str | None:
     # Two steps of a trial of milliseconds may have a median that is longer than half of it.
     if value * measurement.num_steps > 1.5 * total_s + 1.0:
         return f"{measurement.num_steps} steps of {format_seconds(value)} take longer than the trial of {format_seconds(total_s)}"
-    return _too_little(run, target)
+    return _too_little(run, "time", idle=_impossible_memory(run) is not None)
 
 
-def _too_little(run: Observation, target: Target) -> str | None:
-    """Return why a complete run cannot need so little. None: it can. Out of memory, the memory is a lower bound."""
+def _impossible_memory(run: Observation) -> str | None:
+    """Return why a reading of the memory is impossible by itself. None: it is possible, or there is none."""
+    measurement = run.measurement
+    capacity_bytes = run.device.memory_bytes
+    if measurement.peak_memory_bytes is None:
+        return None
+    value = run.measured("memory")
+    if value is None:
+        return f"the measured memory is {measurement.peak_memory_bytes}, which is not above zero"
+    if value > 1.05 * capacity_bytes:  # drivers round
+        return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}"
+    if run.graph.mode == "train" and measurement.status == "ok" and measurement.num_steps == 0:
+        return "the trial ended without an optimizer step, so it does not show what steps need"
+    return _too_little(run, "memory")
+
+
+def _too_little(run: Observation, target: Target, *, idle: bool = False) -> str | None:
+    """Return why a complete run cannot need so little. None: it can. Out of memory, the memory is a lower bound.
+
+    Args:
+        run, target: what was measured.
+        idle: whether its memory shows that nothing ran.
+    """
     value = run.measured(target)
-    idle = target == "time" and why_impossible(run, "memory") is not None
     bound = least_reading(target, run.graph, run.device, idle=idle)
     if run.measurement.status != "ok" or value is None or value >= bound:
         return None

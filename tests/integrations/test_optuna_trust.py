@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -160,7 +161,17 @@ def holds_a_little(run: Any) -> None:
     del kept
 
 
-MOCKS = [(returns_at_once, "cpu"), (sleeps_in_steps, "cpu"), (holds_a_little, "cpu"), (marks_steps, "a100")]
+def runs_in_a_process_that_grows(run: Any) -> None:
+    """Another thread, a cache, a library: the growth is as much as the steps would need."""
+    marks_steps(run)
+    _GROWN.append(bytearray(random.randbytes(4 * 2**20)))
+
+
+_GROWN: list[bytearray] = []
+MOCKS = [
+    (returns_at_once, "cpu"), (sleeps_in_steps, "cpu"), (holds_a_little, "cpu"), (runs_in_a_process_that_grows, "cpu"),
+    (marks_steps, "a100"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mock", "gpu"), MOCKS)
