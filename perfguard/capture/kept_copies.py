@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import linecache
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from perfguard.capture.stops import frames_of_user, loops_of
+from perfguard.capture.stops import frames_of_user, loops_of, tree_of
 from perfguard.graph.recorder import Recorder
 from perfguard.graph.shape_rules import META
 
@@ -103,11 +102,14 @@ class KeptCopies:
         loop, running = _innermost(frames), _loops_around(frames, with_heads=True)
         if loop is None:
             return
+        repeated = [kept for kept in waiting if _repeats(kept, loop, running)]
+        if not repeated:  # asked at each step, and what is written down of all storages is long
+            return
         lives = self._recorder.lives()
-        for kept in waiting:
+        for kept in repeated:
             sources = [ref() for index, ref in kept.sources.items() if lives[index].birth < last_step]
             are_alive = not any(self._recorder.are_dead([index]) for index in kept.copies)
-            if are_alive and all(sources) and len(sources) == len(kept.sources) and _repeats(kept, loop, running):
+            if are_alive and all(sources) and len(sources) == len(kept.sources):
                 kept.is_made_again = True
                 self._make(source for source in sources if source is not None)
 
@@ -180,11 +182,7 @@ def _bindings_at(name: str) -> Mapping[int, list[_Binding]]:
 @functools.cache
 def _bindings_of(name: str) -> list[_Binding]:
     """Return the statements of a file that bind a name, an attribute or an item of a constant key to what a call returns."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(name)))
-    except SyntaxError:  # a notebook's own words
-        return []
-    return [*_bindings_in(tree.body, name, 0, frozenset())]
+    return [*_bindings_in(tree_of(name).body, name, 0, frozenset())]
 
 
 def _bindings_in(body: list[ast.stmt], name: str, function: int, loops: frozenset[_Loop]) -> Iterator[_Binding]:

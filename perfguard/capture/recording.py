@@ -190,7 +190,7 @@ def cut_step(
     place = {index: rank for rank, index in enumerate(lasting)}
     alias: dict[int, int] = {}
     latest: dict[tuple[str, int], tuple[int, float]] = {}
-    read_until: dict[int, float] = {}
+    held_until: dict[int, int] = {}
     order = {StorageKind.INPUT: 1, StorageKind.OPTIMIZER_STATE: 2, StorageKind.BUFFER: 3, StorageKind.GRADIENT: 4}
     for index, life in enumerate(lives):
         kind, name = lasting.get(index, (life.kind, life.name))
@@ -207,7 +207,7 @@ def cut_step(
             if same != index and until < birth:  # the next micro-batch takes the place of the last
                 alias[index] = same
                 continue
-            read_until[index] = death
+            held_until[index] = int(min(death, number - 1))
             rows.append(((1, index), index, Storage(life.num_bytes, kind, -1, number - 1, name)))
         elif birth < 0:  # it outlives steps, or was left behind by what came before
             kind = StorageKind.TEMPORARY if death < number else StorageKind.BUFFER if kind is None else kind
@@ -226,7 +226,7 @@ def cut_step(
         op._replace(inputs=tuple(new[i] for i in op.inputs if i in new), outputs=tuple(new[i] for i in op.outputs if i in new))
         for op in window
     )
-    if len(latest) < len(read_until) + len(alias):  # micro-batches: when the inputs of one that is a copy die is not followed
-        read_until = {}
-    storages = (storage._replace(death=int(min(storage.death, read_until.get(index, math.inf)))) for _, index, storage in rows)
-    return renumbered, tuple(storages)
+    has_micro_batches = len(held_until) + len(alias) > len(latest)
+    if has_micro_batches:  # when the inputs of one that is a copy die is not followed
+        return renumbered, tuple(storage for _, _, storage in rows)
+    return renumbered, tuple(storage._replace(death=held_until.get(index, storage.death)) for _, index, storage in rows)

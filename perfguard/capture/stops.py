@@ -44,7 +44,7 @@ class Stops:
             values = {line for file, line in self._values if file == name}
             for loop in self._loops_in(name) if values else ():
                 if (line := _exit_by_value(loop, values)) is not None:
-                    return f"{Path(name).name}:{line}"
+                    return _as_text(name, line)
         return ""
 
     def counts_steps(self) -> bool:
@@ -68,7 +68,11 @@ def line_of_user() -> _Place | None:
 def place_of_user() -> str:
     """Return the line of the user's code that runs as "train.py:12"."""
     line = line_of_user()
-    return "a library" if line is None else f"{Path(line[0]).name}:{line[1]}"
+    return "a library" if line is None else _as_text(*line)
+
+
+def _as_text(name: str, line: int) -> str:
+    return f"{Path(name).name}:{line}"
 
 
 def frames_of_user() -> Iterator[FrameType]:
@@ -99,11 +103,16 @@ def loops_around(name: str, lines: Set[int]) -> list[Loop]:
 @functools.cache
 def loops_of(name: str) -> list[Loop]:
     """Return the loops of a file, outermost first."""
+    return [node for node in ast.walk(tree_of(name)) if isinstance(node, (ast.For, ast.While))]
+
+
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    """Return the syntax tree of a file. It is empty where that is no Python."""
     try:
-        tree = ast.parse("".join(linecache.getlines(name)))
+        return ast.parse("".join(linecache.getlines(name)))
     except SyntaxError:  # a notebook's own words
-        return []
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))]
+        return ast.Module([], [])
 
 
 def _exit_by_value(loop: Loop, values: Set[int]) -> int | None:

@@ -420,10 +420,10 @@ class Watch:
             micro_batches.go_on()
         return None
 
-    def _begin_anew(self, *, least_steps: int = 3) -> None:
+    def _begin_anew(self) -> None:
         """Make copies again that a loop keeps, where it may begin anew: with a pass over a loader, or a step."""
         steps = self.events.steps
-        if len(steps) >= least_steps and not self._replay.leaves_out and self._recorder.phase is None:
+        if len(steps) >= 3 and not self._replay.leaves_out and self._recorder.phase is None:
             self._kept_copies.make_again(steps[-2])
 
     def _fail_unseen(self, why: str) -> None:
@@ -634,12 +634,11 @@ class Watch:
 
         One that runs again is a model again.
         """
-        held = dict(self._roots)
-        self._roots.clear()
-        self._roots.update({key: root for key, root in held.items() if any(id(p) in but for p in root.parameters())})
-        if len(self._roots) < len(held):
+        forgotten = [key for key, root in self._roots.items() if not any(id(p) in but for p in root.parameters())]
+        if forgotten:
             self._paths_of.clear()
-        del held
+        for key in forgotten:
+            del self._roots[key]
         gc.collect()
 
     def _begin_stage(self) -> None:
