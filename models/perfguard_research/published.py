@@ -174,8 +174,7 @@ def of_lambda_logs(rows: pd.DataFrame) -> pd.DataFrame:
     """ResNet-50 on synthetic images and BERT, as Lambda's machines of 2020 to 2022 trained them.
 
     Those of later machines are medians in `runs.csv`. The other workloads are NVIDIA's own code, of which only the names are
-    known.
-    A loader of real images may be slower than the card, so such rows are left out.
+    known. A loader of real images may be slower than the card, so such rows are left out.
     """
     is_synthetic = rows["data"].isin(("synthetic", "syntetic"))
     is_known = (rows["workload"] == "bert_base_squad") | ((rows["workload"] == "resnet50") & is_synthetic)
@@ -241,20 +240,18 @@ def main() -> None:
     parser.add_argument("tables", type=Path, nargs="+", help=f"named as the sources: {', '.join(names)}")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    found: dict[bool, list[pd.DataFrame]] = {}
-    for path in arguments.tables:
-        name = path.name.partition(".")[0]
+    stems = {path: path.name.partition(".")[0] for path in arguments.tables}
+    for path, name in stems.items():
         if name not in names:
             parser.error(f"no reader for {path}: known are {', '.join(names)}")
-        rows = pd.read_csv(path, low_memory=False)
-        of_operators = name in OPERATOR_READERS
-        table = OPERATOR_READERS[name](rows) if of_operators else runs_of(rows, READERS[name])
-        found.setdefault(of_operators, []).append(table)
-        print(f"{name}: {len(table)} of {len(rows)} rows")
-    if len(found) > 1:
+    if len({name in OPERATOR_READERS for name in stems.values()}) > 1:
         parser.error("a table has runs or single operators: write them one after the other")
-    [tables] = found.values()
-    pd.concat(tables).to_csv(arguments.out, index=False)
+    found = []
+    for path, name in stems.items():
+        rows = pd.read_csv(path, low_memory=False)
+        found.append(OPERATOR_READERS[name](rows) if name in OPERATOR_READERS else runs_of(rows, READERS[name]))
+        print(f"{name}: {len(found[-1])} of {len(rows)} rows")
+    pd.concat(found).to_csv(arguments.out, index=False)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pandas as pd
 from perfguard.exceptions import TableError
 from perfguard.predictor import TARGETS
 from perfguard_models.calibration import NEW_GPU, Calibration
-from perfguard_models.learner import CPU_PREFIX, Learner
+from perfguard_models.learner import CPU_PREFIX, Predicted
 from perfguard_models.step_time import StepTime
 from perfguard_research.dataset import Dataset, Run
 from perfguard_research.intervals import calibrated, judged
@@ -76,9 +76,10 @@ def train_and_write(
     path = out / f"{CPU_PREFIX if is_for_cpus else ''}{name}"
     found = predictions_of(name, settings, runs, splits, cache=cache, jobs=jobs)
     learner.fit(own, on_epoch=on_epoch)
-    _check_fit(learner, own)
+    predicted = learner.predict(own)
+    _check_fit(name, own, predicted)
     held_out = [judged(runs, split, predictions) for (split, _), predictions in found.items()]
-    used = _used(learner, own)
+    used = _used(own, predicted)
     card = {
         "version": 1,
         "trained_devices": sorted({run.gpu for run in used if not run.is_single}),
@@ -98,14 +99,14 @@ def train_and_write(
     return f"{path}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 
 
-def _check_fit(learner: Learner, runs: Sequence[Run]) -> None:
-    """See that predictions for the training rows vary as what was measured does. A network that has learnt nothing predicts the
-    same for all, and its error on held-out rows looks like that of a bad predictor.
+def _check_fit(name: str, runs: Sequence[Run], predicted: Predicted) -> None:
+    """Refuse a fit whose predictions for its training rows do not vary as what was measured does.
+
+    A network that has learnt nothing predicts the same for all. Its error on held-out rows looks like that of a bad predictor.
 
     Raises:
         TableError: if they vary by less than `_LEAST_VARIED` of it, for memory or time.
     """
-    predicted = learner.predict(runs)
     for target in TARGETS:
         measured = labels_of(runs, target)
         known = np.isfinite(measured) & np.isfinite(predicted[target])
@@ -114,13 +115,13 @@ def _check_fit(learner: Learner, runs: Sequence[Run]) -> None:
         share = predicted[target][known].std() / max(measured[known].std(), 1e-9)
         if share < _LEAST_VARIED:
             raise TableError(
-                f"{learner.name} is near a constant: for its own {known.sum()} training rows, its log {target} varies by "
+                f"{name} is near a constant: for its own {known.sum()} training rows, its log {target} varies by "
                 f"{share:.0%} of what the measured one does. Train it longer or at a lower rate, for instance "
                 "--set epochs=30 --set learning_rate=0.0005."
             )
 
 
-def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:
-    """The runs that ``learner`` learnt from: those with a label of what it predicts. Of memory, whether a run fits is enough."""
-    known = {target: np.isfinite(values) for target, values in learner.predict(runs).items()}
+def _used(runs: Sequence[Run], predicted: Predicted) -> list[Run]:
+    """The runs that a learner learnt from: those with a label of what it predicts. Of memory, whether a run fits is enough."""
+    known = {target: np.isfinite(values) for target, values in predicted.items()}
     return [run for at, run in enumerate(runs) if any(known[what][at] for what in ("memory", *run.labels))]
