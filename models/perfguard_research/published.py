@@ -20,6 +20,10 @@ from typing import Any
 import pandas as pd
 
 from perfguard.devices import resolve_device
+from perfguard.exceptions import TableError
+from perfguard.graph import work_s
+from perfguard_research.csv_rows import Row
+from perfguard_research.operators import operator_of
 from perfguard_research.tables import MIB
 
 _GPUS = {
@@ -192,15 +196,21 @@ def operators_of_aic(rows: pd.DataFrame) -> pd.DataFrame:
     Each was replayed with the same operands. What moves less than the cache holds was therefore read from the cache, which a step
     of training does not do: such rows are left out, unless their arithmetic takes longer than their traffic to the memory.
     """
-    rows = rows[(rows["sample"] == "latency") & ~(rows["causal"] == True)]  # noqa: E712 (it has empty cells)
-    devices = {gpu: resolve_device(gpu) for gpu in rows["gpu"].unique()}
-    cache = rows["gpu"].map({gpu: device.l2_bytes for gpu, device in devices.items()})
-    balance = rows["gpu"].map({gpu: one.flops_per_s("bf16") / one.bandwidth_bytes_per_s for gpu, one in devices.items()})
-    products = rows["m"] * rows["k"] + rows["k"] * rows["n"] + rows["m"] * rows["n"]
-    attended = 2 * rows["b"] * rows["seq"] * rows["head_dim"] * (rows["heads"] + rows["kv_heads"])
-    num_bytes = 2 * products.fillna(attended)
-    flops = (2 * rows["m"] * rows["k"] * rows["n"]).fillna(4 * rows["b"] * rows["heads"] * rows["seq"] ** 2 * rows["head_dim"])
-    return rows[(num_bytes > cache) | (flops / num_bytes > balance)]
+    rows = rows[rows["sample"] == "latency"]
+    words = rows.astype(object).where(rows.notna(), "").astype(str).to_dict("records")
+    return rows[[_is_read_from_memory(row) for row in words]]
+
+
+def _is_read_from_memory(row: Row) -> bool:
+    """Whether an operator that is replayed has more to move than the cache holds, or is bound by its arithmetic."""
+    try:
+        operator = operator_of(row)
+    except TableError:
+        return False
+    device = resolve_device(row["gpu"])
+    graph = operator.graph("infer")
+    arithmetic_s, traffic_s = work_s(graph, device)
+    return graph.ops[0].bytes_read + graph.ops[0].bytes_written > device.l2_bytes or arithmetic_s[0] > traffic_s[0]
 
 
 OPERATOR_READERS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {"aic_operators": operators_of_aic}
