@@ -28,7 +28,7 @@ from perfguard.predictor import HALF_INTERVAL, Observation
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.raw_prediction import Weights
 from perfguard_models.trees import MemoryForest
-from perfguard_research.dataset import Fold, Run, dataset_of, folds, graphs_of
+from perfguard_research.dataset import Fold, Run, dataset_of, folds, graphs_of, without_time
 from perfguard_research.learners import learner_class
 
 _LEARNT = (0, 1, 3, 5, 10, 20)
@@ -79,7 +79,7 @@ def machines_of(table: Path, cache: Path) -> dict[tuple[str, str, str], list[Row
 def learnt_runs(tables: Sequence[Path], cache: Path) -> list[Run]:
     """What weights learn from: rows with a step time, and a sample of the single operators."""
     views = learner_class("step-time").views
-    return dataset_of(tables, views, cache=cache, most_operators=OPERATORS, only_timed=True).runs
+    return dataset_of(tables, views, cache=cache, most_operators=OPERATORS, unwanted=without_time).runs
 
 
 def weights_of(fold: Fold, runs: Sequence[Run], cache: Path) -> Weights:

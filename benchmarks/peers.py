@@ -26,7 +26,7 @@ from perfguard.graph import KIND_INDEX, Phase
 from perfguard_models.features.launches import COLUMNS
 from perfguard_models.step_time import StepTime
 from perfguard_research.csv_rows import read_table
-from perfguard_research.dataset import Run, dataset_of
+from perfguard_research.dataset import Run, dataset_of, without_time
 from perfguard_research.evaluate import evaluate
 from perfguard_research.intervals import FoldPredictions
 from perfguard_research.leaderboard import predictions_of
@@ -117,7 +117,7 @@ def main() -> None:
     ]  # fmt: skip
     splits = ["family", "source", "gpu"]
     cache, most = arguments.cache, {"most_operators": arguments.most_operators, "most_runs": arguments.most_runs}
-    runs = dataset_of(tables, StepTime.views, cache=cache, **most, only_timed=True).runs
+    runs = dataset_of(tables, StepTime.views, cache=cache, **most, unwanted=without_time).runs
     found = predictions_of(StepTime.name, {}, runs, splits, cache=cache, jobs=2)
     small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
     by_gpu = errors_by_run(runs, found["gpu", StepTime.name])

@@ -16,7 +16,7 @@ from _record import parser_of, show
 
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.step_time import StepTime
-from perfguard_research.dataset import Run, dataset_of
+from perfguard_research.dataset import Run, dataset_of, without_time
 from perfguard_research.leaderboard import entries, predictions_of
 
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
@@ -55,7 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cache, name = arguments.cache, StepTime.name
     most = {"most_operators": arguments.most_operators, "most_runs": arguments.most_runs}
-    runs = dataset_of(arguments.tables, StepTime.views, cache=cache, **most, only_timed=True).runs
+    runs = dataset_of(arguments.tables, StepTime.views, cache=cache, **most, unwanted=without_time).runs
     found = predictions_of(name, {}, runs, [*_SPLITS], cache=cache, jobs=2)
     known = {(entry["group"], entry["split"]): entry for _, entry in entries(runs, found, use_of).iterrows() if entry["group"]}
     lines = []

@@ -101,7 +101,7 @@ def collect(words: Sequence[str]) -> None:
 def train(words: Sequence[str]) -> None:
     """Train one predictor on tables, and write its weights and its card."""
     from perfguard_models.step_time import StepTime
-    from perfguard_research.dataset import dataset_of
+    from perfguard_research.dataset import dataset_of, without_time
     from perfguard_research.train import train_and_write
 
     parser = argparse.ArgumentParser(prog="perfguard train", description="Train a predictor on tables of measured runs.")
@@ -118,8 +118,8 @@ def train(words: Sequence[str]) -> None:
     console = Console(stderr=True)
     with console.status(f"{arguments.predictor}: folds") as shown:
         # Tracing takes most of the time, and `step-time` learns times alone.
-        only_timed = learner.name == StepTime.name
-        dataset = dataset_of(arguments.tables, learner.views, only_timed=only_timed, **_reading(arguments))
+        unwanted = without_time if learner.name == StepTime.name else None
+        dataset = dataset_of(arguments.tables, learner.views, unwanted=unwanted, **_reading(arguments))
         written = train_and_write(
             learner,
             settings,

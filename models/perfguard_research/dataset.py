@@ -3,8 +3,8 @@
     table → rows → cached OpGraphs → views (arrays that a predictor reads) → folds
 
 Graphs are kept in a folder. Each network has one archive; its rows differ only in the batch and the GPU. An archive is written
-when all rows are traced, so an interrupted run continues with the next network. It holds `OpGraph.to_bytes`, or the reason why
-there is no graph.
+when all rows that are asked for are traced, so an interrupted run continues with the next network, and other rows of the network
+are added later. It holds `OpGraph.to_bytes`, or the reason why there is no graph.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import random
+import shutil
 import sys
 import warnings
 import zipfile
@@ -40,6 +41,8 @@ from perfguard_research.tables import MeasuredRow, parser_of
 
 STEPS = ("workload", "transformer", "collected", "run")
 """Kinds of table whose rows are steps of whole networks."""
+_ERROR = "error"
+"""Name, in an archive of graphs, of the reason why there are no more."""
 _READS_GRAPHS = frozenset({"roofline.py"})
 """Modules of `perfguard.graph` that read graphs and have no part in tracing: after a change of these, none is traced again."""
 ALL_TABLES = (*STEPS, "perceptron", "operator")
@@ -112,7 +115,7 @@ def dataset_of(
     jobs: int = 2,
     most_operators: int = 60_000,
     most_runs: int | None = None,
-    only_timed: bool = False,
+    unwanted: Callable[[MeasuredRow], str] | None = None,
 ) -> Dataset:
     """The runs of ``tables``, seen as ``views``.
 
@@ -123,7 +126,7 @@ def dataset_of(
         jobs: number of processes for traces and views.
         most_operators: the most rows of an operator table. Such tables have many similar rows.
         most_runs: the most rows of each other table; None: all.
-        only_timed: leave out the rows that say nothing of a step time. Tracing takes most of the time.
+        unwanted: why a row is left out before it is traced, which takes most of the time; empty: it is wanted. None: all are.
 
     Raises:
         TableError: if a table cannot be read or is of no known kind.
@@ -132,9 +135,10 @@ def dataset_of(
     dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
         rows, rejected = usable_rows(table)
-        if only_timed:
-            rejected += ["no time of one device"] * sum(not _is_timed(row) for row in rows)
-            rows = [row for row in rows if _is_timed(row)]
+        if unwanted is not None:
+            reasons = [unwanted(row) for row in rows]
+            rejected += filter(None, reasons)
+            rows = [row for row, reason in zip(rows, reasons, strict=True) if not reason]
         rows = drawn(rows, most_operators if "operator" in {row.table for row in rows} else most_runs)
         cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
         dataset.rejected.extend(rejected)
@@ -250,31 +254,43 @@ def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[OpGraph 
     if isinstance(rows[0].network, Operator):  # written down, not traced
         yield from ((row.graph(None, TraceCache(), row.device), [row]) for row in rows)
         return
-    what = code_of("perfguard.graph", without=_READS_GRAPHS), rows[0].structure, sorted({_member(row) for row in rows})
+    what = code_of("perfguard.graph", without=_READS_GRAPHS), rows[0].structure
     path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
-    if not path.is_file():
-        _trace(rows, path)
+    kept = _names_in(path)
+    missing = [row for row in rows if _member(row) not in kept]
+    if missing and _ERROR not in kept:
+        _trace(missing, path)
+    names = _names_in(path)
     with zipfile.ZipFile(path) as archive:
-        names = set(archive.namelist())
         for name, members in itertools.groupby(rows, key=_member):
-            yield OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode(), list(members)
+            yield OpGraph.from_bytes(archive.read(name)) if name in names else archive.read(_ERROR).decode(), list(members)
 
 
 def _member(row: MeasuredRow) -> str:
     return f"{row.gpu}/{row.batch_size}"
 
 
+def _names_in(archive: Path) -> frozenset[str]:
+    if not archive.is_file():
+        return frozenset()
+    with zipfile.ZipFile(archive) as opened:
+        return frozenset(opened.namelist())
+
+
 def _trace(rows: Sequence[MeasuredRow], path: Path) -> None:
+    """Add the graphs of ``rows``, all of one network, to its archive."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    with zipfile.ZipFile(partial, "w") as archive:
+    if path.is_file():
+        shutil.copyfile(path, partial)
+    with zipfile.ZipFile(partial, "a") as archive:
         try:
             model = rows[0].make_model()
             traces = TraceCache()
             for name, row in {_member(row): row for row in rows}.items():
                 archive.writestr(name, row.graph(model, traces, row.device).to_bytes())
         except PerfGuardError as error:
-            archive.writestr("error", str(error))
+            archive.writestr(_ERROR, str(error))
     partial.replace(path)
     gc.collect()
 
@@ -295,9 +311,10 @@ def _look(rows: Sequence[MeasuredRow], views: Sequence[FeatureSet], cache: Path)
     return found
 
 
-def _is_timed(row: MeasuredRow) -> bool:
-    """Whether there is a time to learn. Communication between GPUs is not modelled."""
-    return row.status == "ok" and row.step_time_s is not None and row.num_gpus == 1
+def without_time(row: MeasuredRow) -> str:
+    """The reason why a row has no time to learn; empty: it has one. Communication between GPUs is not modelled."""
+    is_timed = row.status == "ok" and row.step_time_s is not None and row.num_gpus == 1
+    return "" if is_timed else "no time of one device"
 
 
 def _run(row: MeasuredRow, graph: OpGraph, device: Device, view: Arrays) -> Run:
@@ -305,7 +322,7 @@ def _run(row: MeasuredRow, graph: OpGraph, device: Device, view: Arrays) -> Run:
     labels: dict[str, float] = {}
     if fits and row.peak_memory_bytes is not None:
         labels["memory"] = math.log(row.peak_memory_bytes)
-    if _is_timed(row) and row.step_time_s is not None:
+    if row.step_time_s is not None and not without_time(row):
         labels["time"] = math.log(row.step_time_s)
     for name, share in (("gpu_util", row.gpu_util), ("sm_active", row.sm_active)):
         if fits and share is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from perfguard_models.features import FeatureSet
 from perfguard_models.features.launches import LAUNCHES
 from perfguard_models.features.step import STEP_FEATURES, SUMS
 from perfguard_research import dataset as module
-from perfguard_research.dataset import Dataset, Run, dataset_of, folds
+from perfguard_research.dataset import Dataset, Run, dataset_of, folds, without_time
 from perfguard_research.papers.layers import LAYERS
+from perfguard_research.tables import MeasuredRow
 from tests import zoo
 from tests.rows import run_on, step_on, write
 
@@ -111,6 +113,39 @@ def test_what_other_code_traced_is_not_read(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(module, "code_of", lambda package, code=code, without=(): code)
         assert len(dataset_of([table], [SUMS], cache=tmp_path, jobs=1).runs) == 1
     assert len(list((tmp_path / "graphs").glob("*.zip"))) == 2
+
+
+@needs_timm
+def test_rows_of_a_network_that_are_asked_for_later_join_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "source": "ours", "model": "resnet10t", "family": "resnet", "mode": "infer", "gpu": "rtx3090", "precision": "fp32",
+        "layout": "nchw", "img_size": 64, "step_time_ms": 5.0, "peak_memory_mib": "", "status": "ok",
+    }  # fmt: skip
+    dataset_of([write(tmp_path / "t.csv", [row | {"batch_size": 2}])], [SUMS], cache=tmp_path, jobs=1)
+    own = module._trace
+
+    def only_new(rows: Sequence[MeasuredRow], path: Path) -> None:
+        assert [each.batch_size for each in rows] == [4]
+        own(rows, path)
+
+    monkeypatch.setattr(module, "_trace", only_new)
+    both = write(tmp_path / "t.csv", [row | {"batch_size": batch} for batch in (2, 4)])
+    assert [run.batch_size for run in dataset_of([both], [SUMS], cache=tmp_path, jobs=1).runs] == [2, 4]
+    assert [run.batch_size for run in dataset_of([both], [SUMS], cache=tmp_path, jobs=1).runs] == [2, 4]
+
+
+@needs_timm
+def test_a_row_that_is_not_wanted_is_not_traced(tmp_path: Path) -> None:
+    rows = [
+        {
+            "source": "ours", "model": "resnet10t", "family": "resnet", "mode": "infer", "gpu": "rtx3090", "precision": "fp32",
+            "layout": "nchw", "img_size": 64, "step_time_ms": step_ms, "peak_memory_mib": 900, "status": "ok", "batch_size": batch,
+        }
+        for step_ms, batch in ((5.0, 2), ("", 4))
+    ]  # fmt: skip
+    found = dataset_of([write(tmp_path / "t.csv", rows)], [SUMS], cache=tmp_path, jobs=1, unwanted=without_time)
+    assert [run.batch_size for run in found.runs] == [2]
+    assert found.rejected == ["no time of one device"]
 
 
 @needs_timm
