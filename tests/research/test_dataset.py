@@ -139,7 +139,8 @@ def test_a_row_that_is_not_wanted_is_not_traced(tmp_path: Path) -> None:
     rows = [
         {
             "source": "ours", "model": "resnet10t", "family": "resnet", "mode": "infer", "gpu": "rtx3090", "precision": "fp32",
-            "layout": "nchw", "img_size": 64, "step_time_ms": step_ms, "peak_memory_mib": 900, "status": "ok", "batch_size": batch,
+            "layout": "nchw", "img_size": 64, "step_time_ms": step_ms, "peak_memory_mib": 900, "status": "ok",
+            "batch_size": batch,
         }
         for step_ms, batch in ((5.0, 2), ("", 4))
     ]  # fmt: skip
