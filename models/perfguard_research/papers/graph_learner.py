@@ -50,8 +50,8 @@ class GraphLearner:
     Args:
         epochs: the most epochs. Training ends sooner after a third of them without a smaller validation error.
         hidden: channels. The papers have 256 (PerfSeer, LILOU's latency), 512 (DIPPM), and the number of features (DNNPerf). This
-            default and that of ``epochs`` are for some hundred runs and minutes of one core.
-        learning_rate: of Adam, at the start. It falls to zero along half a cosine.
+            default and that of ``epochs`` are for a thousand runs and some minutes of one core.
+        learning_rate: of Adam, at the start. It falls to zero along half a cosine. None: ``usual_rate``.
         seed: of the weights, of the order of the runs and of the validation families.
     """
 
@@ -74,9 +74,11 @@ class GraphLearner:
     """False: labels are only centred, so that a sum of parts stays one."""
     loss: ClassVar[nn.Module] = nn.MSELoss()
     """Of one target: predicted and measured, both (n,)."""
+    usual_rate: ClassVar[float] = 2e-3
 
-    def __init__(self, *, epochs: int = 12, hidden: int = 64, learning_rate: float = 2e-3, seed: int = 0) -> None:
-        self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
+    def __init__(self, *, epochs: int = 30, hidden: int = 64, learning_rate: float | None = None, seed: int = 0) -> None:
+        rate = self.usual_rate if learning_rate is None else learning_rate
+        self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": rate, "seed": seed}
         self._scale: dict[str, torch.Tensor] = {}
         self._labels = torch.zeros(4, len(self.targets))
         """Mean, scale, and scaled minimum and maximum of each target; NaN: no labels."""
