@@ -240,9 +240,13 @@ class _FusedRnn(torch.autograd.Function):
 
 
 def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> bool:
-    """Whether oneDNN runs the layer: an LSTM in float32, padded and without projections (PyTorch's RNN.cpp, `use_mkldnn`)."""
+    """Whether oneDNN runs the layer: an LSTM, padded and without projections (PyTorch's RNN.cpp, `use_mkldnn`).
+
+    bfloat16 needs AVX-512, which is assumed. Under autocast a CPU without it gets such a layer in float32, so it is fused, too.
+    """
     is_padded = not isinstance(states, torch.Tensor)
-    return kind == "lstm" and is_padded and input.dtype is torch.float32 and states[0].shape == states[1].shape
+    is_known = input.dtype in (torch.float32, torch.bfloat16)
+    return kind == "lstm" and is_padded and is_known and states[0].shape == states[1].shape
 
 
 def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple[torch.Tensor, ...]:

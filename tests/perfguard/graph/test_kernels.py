@@ -219,6 +219,15 @@ def test_on_the_cpu_it_is_one_kernel_where_onednn_runs_it(layer: Any, options: d
     assert fused == really_fused(model, packed_of(x) if packed else x)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_on_the_cpu_an_lstm_is_one_kernel_under_autocast_too() -> None:
+    model = nn.LSTM(16, 32, batch_first=True)
+    graph = trace(Workload(model, (4, 5, 16), loss=total, precision="amp-bf16"), target="cpu")
+    assert [op.dtype for op in graph.ops if op.name == "fused_rnn"] == ["bfloat16"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert really_fused(model, torch.randn(4, 5, 16))
+
+
 # Opaque functions
 
 
