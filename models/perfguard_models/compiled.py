@@ -98,7 +98,8 @@ def without_inner_tensors(graph: OpGraph, kernel: npt.NDArray[np.int64]) -> OpGr
     Of an operator with several inputs, the trace knows the bytes read in all. They are divided by the sizes of the storages, and
     so are the bytes written.
     """
-    own, sizes = kernel.tolist(), [storage.num_bytes for storage in graph.storages]
+    own = kernel.tolist()
+    sizes = [storage.num_bytes for storage in graph.storages]
     reads = list(_reads(graph))
     passing = {at for at, storage in enumerate(graph.storages) if storage.birth >= 0 and storage.death < len(own)}
     outside = {tensor for at, tensors in enumerate(reads) for tensor in tensors if own[tensor.writer] != own[at]}
@@ -118,7 +119,8 @@ def without_inner_tensors(graph: OpGraph, kernel: npt.NDArray[np.int64]) -> OpGr
         written.update(left)
         num_read = part(op.bytes_read, [tensor.storage for tensor in read], op.inputs)
         ops.append(op._replace(bytes_read=num_read, bytes_written=part(op.bytes_written, left, op.outputs)))
-    deaths, gone = _last_reads(reads, inner), {tensor.storage for tensor in inner} - written
+    deaths = _last_reads(reads, inner)
+    gone = {tensor.storage for tensor in inner} - written
     storages = (
         old._replace(num_bytes=0 if at in gone else old.num_bytes, death=deaths.get(at, old.death)) if at in passing else old
         for at, old in enumerate(graph.storages)
@@ -136,7 +138,8 @@ def _reads(graph: OpGraph) -> Iterator[list[_Tensor]]:
 
 def _last_reads(reads: Sequence[Sequence[_Tensor]], inner: Container[_Tensor]) -> dict[int, int]:
     """The operator after which each storage is free. A reader of what is never written runs with its own readers."""
-    runs, found = list(range(len(reads))), dict[int, int]()
+    runs = list(range(len(reads)))
+    found = dict[int, int]()
     for at in reversed(range(len(reads))):
         for tensor in reads[at]:
             found[tensor.storage] = max(found.get(tensor.storage, 0), runs[at])

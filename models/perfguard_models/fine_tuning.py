@@ -127,7 +127,8 @@ class FineTuned:
             for name, head in network.heads.items():
                 head.data.copy_(tensors[f"network.{name}"].reshape(head.shape))
             factors = {name.removeprefix("factor."): f.reshape(2) for name, f in tensors.items() if name.startswith("factor.")}
-            held_out, shift = {str(key): float(value) for key, value in header["held_out"].items()}, float(header["shift"])
+            held_out = {str(key): float(value) for key, value in header["held_out"].items()}
+            shift = float(header["shift"])
             if not all(bool(value.isfinite().all()) for value in (*tensors.values(), torch.tensor([shift, *held_out.values()]))):
                 raise ValueError("they have values that are not finite")
             return cls(str(header["made_for"]), network, factors, held_out, shift)
@@ -172,7 +173,8 @@ def fine_tune(
     fold = torch.tensor([zlib.crc32(run.decision_id.encode()) % config.folds for run in runs])
 
     def fitted(learnt: Tensor) -> tuple[GraphNetwork, Tensor]:
-        network, factors = copy.deepcopy(learner.network), torch.zeros(len(devices), 2, dtype=torch.float32, requires_grad=True)
+        network = copy.deepcopy(learner.network)
+        factors = torch.zeros(len(devices), 2, dtype=torch.float32, requires_grad=True)
         heads = [*network.heads.values()]
         start = [head.detach().clone() for head in heads]
         groups: list[dict[str, Any]] = [{"params": heads}, {"params": [factors], "lr": config.factor_rate}]

@@ -115,8 +115,10 @@ class Clocks(NamedTuple):
             machine: log factors of the host and the device. Shape: (B, 2), or (2,) for all alike.
             longest_of: the longest of the paths. Training has a smooth maximum, with a gradient for every path. (B, N) → (B,)
         """
-        host, device = machine[..., :1].exp(), machine[..., 1:].exp()
-        host_s, device_s = self.host_s * host, self.device_s * device
+        host = machine[..., :1].exp()
+        device = machine[..., 1:].exp()
+        host_s = self.host_s * host
+        device_s = self.device_s * device
         path = host_s.cumsum(1) + device_s.flip(1).cumsum(1).flip(1)
         longest = torch.where(self.is_cpu > 0, (host_s + device_s).sum(1), longest_of(path))
         return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
@@ -126,8 +128,10 @@ class Clocks(NamedTuple):
         number = self.host_s.shape[1]
         path = self.host_s.cumsum(1) + self.device_s.flip(1).cumsum(1).flip(1)
         turn = path.argmax(1, keepdim=True) if number else 0  # the launch at which the path leaves the host
-        at, all_of_it = torch.arange(number), self.is_cpu[:, None] > 0
-        on_host, on_device = self.host_s * ((at <= turn) | all_of_it), self.device_s * ((at >= turn) | all_of_it)
+        at = torch.arange(number)
+        all_of_it = self.is_cpu[:, None] > 0
+        on_host = self.host_s * ((at <= turn) | all_of_it)
+        on_device = self.device_s * ((at >= turn) | all_of_it)
         return PathTimes(*(part.double().numpy() for part in (self.constant_s, self.copy_s, on_host, on_device)))
 
 
@@ -225,7 +229,8 @@ class GraphNetwork(nn.Module):
     def clocks(self, packed: Packed, read: Tensor, changed: Tensor) -> Clocks:
         """The clocks of ``packed``, of which :meth:`encode` has made ``read`` and ``changed``."""
         log_inefficiency = (self.own(read)[:, 0] + self.of_neighbours(changed)).clamp(*_LOG_INEFFICIENCY)
-        on, of_node = packed.is_cpu.long(), packed.node_is_cpu.long()
+        on = packed.is_cpu.long()
+        of_node = packed.node_is_cpu.long()
         computed = packed.roofline * log_inefficiency.exp() + packed.steps * self.dependent.exp()[of_node]
         device = computed[packed.order] + packed.launched * self.latency.exp()[on][:, None]
         launch = (self.phase[:, None] + self.kind).exp().reshape(2, -1)[of_node, packed.host]

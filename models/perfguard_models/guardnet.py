@@ -37,7 +37,8 @@ from perfguard_models.step_time import StepTime
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trees import MemoryForest
 
-MEMORY, TIME = MemoryForest.name, StepTime.name
+MEMORY = MemoryForest.name
+TIME = StepTime.name
 WEIGHTS = Path(__file__).parent / "weights"
 """The folder of the shipped weights."""
 
@@ -147,7 +148,8 @@ class GuardNet:
         trained = tuple(
             target for target in TARGETS if (device.id, target) in self._posteriors or (raw.of[target].is_known and on_device)
         )
-        path, waits_s = raw.path, 0.0 if raw.links is None else float(raw.links.waits_s.sum())
+        path = raw.path
+        waits_s = 0.0 if raw.links is None else float(raw.links.waits_s.sum())
         by_kind = {"start": float(path.start_s), "batch_copy": float(path.copy_s)}
         for op, seconds in zip(graph.ops, path.op_time_s.tolist(), strict=True):
             by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds
@@ -307,7 +309,8 @@ class GuardNet:
         is_refuted: Sequence[bool],  # of the bounds
     ) -> None:
         """Replace the device's posterior in one assignment, because other threads may be predicting."""
-        key, known = (device.id, target), measured if measured is not None else bounds
+        key = (device.id, target)
+        known = measured if measured is not None else bounds
         if known is None or (measured is None and all(is_refuted)):
             self._posteriors.pop(key, None)
             return
@@ -330,7 +333,8 @@ class GuardNet:
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
             return shipped
-        of_the_process, before = posterior.prior.total, torch.tensor([shipped.log_sigma], dtype=torch.float64)
+        of_the_process = posterior.prior.total
+        before = torch.tensor([shipped.log_sigma], dtype=torch.float64)
         scale = scale_of(shipped.log_sigma, of_the_process)
         inputs = gp_inputs([raw], target, regime=float(posterior.regime), scale=scale, setting=_setting_of(graph))
         means, log_sigmas = posterior.predict(inputs)
@@ -377,7 +381,8 @@ def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observatio
     for index, row in enumerate(rows):
         if row.measurement.status == "ok" and (num_bytes := row.measured("memory")) is not None:
             step = row.graph.content_hash
-            last_ok[step], most_bytes[step] = index, max(num_bytes, most_bytes.get(step, 0.0))
+            last_ok[step] = index
+            most_bytes[step] = max(num_bytes, most_bytes.get(step, 0.0))
     steps = [row.graph.content_hash for row in out_of_memory]
     return [
         last_ok.get(step, -1) > position[id(row)] or most_bytes.get(step, 0.0) >= (row.measured("memory") or 0.0)

@@ -93,7 +93,8 @@ class ProcessConfig:
     """Length scale of the shares of the roofline."""
 
 
-PHYSICS, PROCESS = PhysicsConfig(), ProcessConfig()
+PHYSICS = PhysicsConfig()
+PROCESS = ProcessConfig()
 PRIOR = ResidualPrior(bias=0.35, local=0.8, length=0.7, noise=0.52, trust=1.5, of_the_step=0.9)
 """Prior of a residual of standard deviation 1, chosen on machines whose source was left out (`benchmarks/new_machine.py`).
 
@@ -150,7 +151,8 @@ class Weights:
 
     def __init__(self, memory: FittedModel, time: FittedModel) -> None:
         assert isinstance(time.learner, StepTime)
-        self._memory, self._time = memory, time
+        self._memory = memory
+        self._time = time
         self.step_time = time.learner
         """The network and the trees."""
         self.version = memory.version + time.version
@@ -172,7 +174,8 @@ class Weights:
 
     def _of_operators(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The prediction for the operators of ``graph`` as they are, without what waits for links."""
-        setting, step = Setting.of(graph, device), self._time.step(graph, device)
+        setting = Setting.of(graph, device)
+        step = self._time.step(graph, device)
         time, device_s, path = self._step_time(graph, step, setting, device)
         memory, is_read = self._memory_by_trees(graph, step, setting, device) or memory_by_replay(graph, device)
         physics = physics_of(step.view["sums"], math.log(memory.median))
@@ -191,12 +194,15 @@ class Weights:
     def _step_time(self, graph: OpGraph, step: Step, setting: Setting, device: Device) -> tuple[RawEstimate, Floats, PathTimes]:
         """Return the step time by network and trees, the device's seconds of each operator, (N,), and the longest path."""
         all_log_s, all_device_s, paths = self.step_time.clocks([step])
-        log_step_s, device_s, path = all_log_s[:, 0], all_device_s[0], PathTimes(*(part[0] for part in paths))
+        log_step_s = all_log_s[:, 0]
+        device_s = all_device_s[0]
+        path = PathTimes(*(part[0] for part in paths))
         no_less = self._not_above_whole_card(log_step_s, graph, device)
         known_gpu = device.id in self._time.card["trained_devices"]
         sigma = self._time.calibration.log_sigma("time", setting.group, float(no_less.std()), known_gpu=known_gpu)
         roofline_s = math.exp(step.view["sums"][_ROOFLINE_INDEX])
-        usual_s, network_s = math.exp(log_step_s[0]), float(path.total_s)
+        usual_s = math.exp(log_step_s[0])
+        network_s = float(path.total_s)
         if math.isclose(network_s, usual_s, rel_tol=1e-5):  # the same number, which the network has in single precision
             network_s = usual_s
         time = (
@@ -242,9 +248,11 @@ class Weights:
             why = "resident sets that training runs grew"
             return physics.then("trees", why, median=math.exp(predicted), log_sigma=PRIOR.total * own), has_readings
         there = math.exp(predicted)  # on the machines of the training rows
-        loaded, loaded_sigma = PHYSICS.all_modules_bytes, PHYSICS.loaded_sigma_bytes
+        loaded = PHYSICS.all_modules_bytes
+        loaded_sigma = PHYSICS.loaded_sigma_bytes
         if setting.precision != "fp32":
-            loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
+            loaded = 0.0
+            loaded_sigma = PHYSICS.all_modules_bytes / 2
         num_bytes = max(there - loaded, graph.peak_live_bytes + device.context_bytes)
         sigma = PRIOR.total * math.hypot(own * there, loaded_sigma) / num_bytes
         return physics.then("trees", "workspaces that cuDNN's benchmark keeps", median=num_bytes, log_sigma=sigma), has_readings
@@ -276,12 +284,15 @@ def _widened(raw: RawPrediction, graph: OpGraph, device_s: Floats) -> RawPredict
 
     An operator takes the share of the step that it has of the device's seconds, ``device_s`` (N,).
     """
-    opaque, num_bytes, step_s = list(unknown_operators(graph)), raw.of["memory"].estimate.median, raw.of["time"].estimate.median
+    opaque = list(unknown_operators(graph))
+    num_bytes = raw.of["memory"].estimate.median
+    step_s = raw.of["time"].estimate.median
     op_time_s = device_s * step_s / max(device_s.sum(), 1e-12)
     span = unknown_span(graph, op_time_s.tolist(), num_bytes) if opaque else {}
     of = {}
     for target, own in raw.of.items():
-        assumed, half = _with_assumptions(own, graph, target), span.get(target, 0.0) / 2
+        assumed = _with_assumptions(own, graph, target)
+        half = span.get(target, 0.0) / 2
         of[target] = assumed.then(
             "opaque operators",
             f"{len(opaque)} operators of unknown cost",
@@ -327,7 +338,8 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
 
 def _with_links(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
     """Add what the step waits for links and for the other ranks."""
-    time, path = raw.of["time"], raw.path
+    time = raw.of["time"]
+    path = raw.path
     to_seconds = time.estimate.median / path.total_s
     links = link_times(graph, device, path.op_time_s * to_seconds)
     if links is None:

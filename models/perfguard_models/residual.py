@@ -143,14 +143,18 @@ class ResidualPosterior:
         """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,)."""
         cross = self.prior.kernel(inputs, self.seen)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
-        mean, smooth2 = cross @ self.alpha, (self.prior.variance(inputs) - half.square().sum(0)).clamp_min(0)
-        noise2, share = self.noise**2 * inputs.scale.square(), self.prior.of_the_step
-        own, of_step = self.y - self.seen.memorised, repeats(inputs, self.seen) * self.weights
+        mean = cross @ self.alpha
+        smooth2 = (self.prior.variance(inputs) - half.square().sum(0)).clamp_min(0)
+        noise2 = self.noise**2 * inputs.scale.square()
+        share = self.prior.of_the_step
+        own = self.y - self.seen.memorised
+        of_step = repeats(inputs, self.seen) * self.weights
         number = of_step.sum(1)
         read = of_step @ own / number.clamp_min(_JITTER)
         known = number * share / (number * share + 1 - share)
         # The scatter of a step's readings is that of the noise, or larger if theirs is.
-        scatter2, degrees = (of_step @ own.square() - number * read.square()).clamp_min(0), self.prior.degrees_of_freedom
+        scatter2 = (of_step @ own.square() - number * read.square()).clamp_min(0)
+        degrees = self.prior.degrees_of_freedom
         of_readings2 = (degrees * (1 - share) * noise2 + scatter2) / (degrees + (number - 1).clamp_min(0))
         beyond2 = torch.where(known > 0, (1 + 1 / number.clamp_min(1)) * (of_readings2 - (1 - share) * noise2).clamp_min(0), 0.0)
         return mean + known * (read - mean), (smooth2 * (1 - known).square() + (1 - share * known) * noise2 + beyond2).sqrt()
@@ -212,14 +216,18 @@ def _as_readings_of_all(posterior: ResidualPosterior, out: GPInputs, least: torc
     prior = posterior.prior
     cross = prior.kernel(out, posterior.seen)
     half = torch.linalg.solve_triangular(posterior.cholesky, cross.T, upper=False)
-    mean, covariance = cross @ posterior.alpha, prior.kernel(out, out) - half.T @ half
-    noise2, alike = (prior.noise * out.scale).square(), _times_counted(prior, repeats(out, out))
-    readings, more_noise2 = torch.zeros_like(least), torch.zeros_like(least)
+    mean = cross @ posterior.alpha
+    covariance = prior.kernel(out, out) - half.T @ half
+    noise2 = (prior.noise * out.scale).square()
+    alike = _times_counted(prior, repeats(out, out))
+    readings = torch.zeros_like(least)
+    more_noise2 = torch.zeros_like(least)
     for at, bound in enumerate(least):
         sigma = (covariance[at, at] + noise2[at]).sqrt()
         readings[at], more_noise2[at] = as_reading(bound, mean[at], sigma)
         gain = covariance[:, at] / (covariance[at, at] + (noise2[at] + more_noise2[at]) * alike[at] + _JITTER)
-        mean, covariance = mean + gain * (readings[at] - mean[at]), covariance - torch.outer(gain, covariance[at])
+        mean = mean + gain * (readings[at] - mean[at])
+        covariance = covariance - torch.outer(gain, covariance[at])
     return readings, more_noise2
 
 
@@ -240,10 +248,12 @@ def _conditioned(
     more_noise2: torch.Tensor,  # shape: (n,)
     num_read: int,
 ) -> ResidualPosterior:
-    degrees, is_read = prior.degrees_of_freedom, torch.arange(len(y)) < num_read
+    degrees = prior.degrees_of_freedom
+    is_read = torch.arange(len(y)) < num_read
     repeated = repeats(seen, seen) & (is_read[:, None] == is_read)  # a bound does not repeat a reading
     alike = _times_counted(prior, repeated)
-    covariance, noise2 = prior.kernel(seen, seen), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
+    covariance = prior.kernel(seen, seen)
+    noise2 = (prior.noise**2 * seen.scale.square() + more_noise2) * alike
     weights = torch.ones_like(y)
     for remaining in reversed(range(prior.reweightings + 1)):
         own2 = noise2 / weights + _JITTER

@@ -26,15 +26,18 @@ from perfguard_models.learner import QUANTITIES, Example, Floats, Predicted, Sta
 from perfguard_models.trees import StepForest
 
 _LAUNCHES_A_BATCH = 40_000
-_COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
-_COMPUTE, _PRODUCT = COLUMNS.index("log_compute_s"), COLUMNS.index("log_k")
+_COMPILED = COLUMNS.index("compiled")
+_TRAIN = COLUMNS.index("train")
+_COMPUTE = COLUMNS.index("log_compute_s")
+_PRODUCT = COLUMNS.index("log_k")
 _TENSOR_CORES = [COLUMNS.index("half"), COLUMNS.index("tf32")]
 _FASTEST_ON_TENSOR_CORES, _FASTEST = 0.9, 1.2
 """Shares of the peak: the highest of measured products, rounded up. On tensor cores of data-centre cards: 0.88 of 26,650 on the
 A100 and the H100 (Vidur), and 0.90 on the V100 (DeepBench). Else 1.16 on an RTX 5090 (zzc0721/torch-performance-test-data), and
 1.07 in float32 on a GTX 1080 Ti (DeepBench): GeForce cards run above the clock of their data sheets. An RTX 4060 Ti is left
 aside: 1.35 in float16, but 0.97 in bfloat16."""
-_CLOCK, _HALF_OVER_FLOAT = DEVICE_COLUMNS.index("log_clock"), DEVICE_COLUMNS.index("log_half_over_float")
+_CLOCK = DEVICE_COLUMNS.index("log_clock")
+_HALF_OVER_FLOAT = DEVICE_COLUMNS.index("log_half_over_float")
 _EDGE_SCALE = 5.0
 """Divides the columns of edges: their logarithms are within ±10."""
 _FARTHEST = 6.0
@@ -200,7 +203,8 @@ def batches_of(runs: Sequence[Example], order: Iterable[int], most: float = math
         longest = max(longest, len(runs[index].view["order"]))
         if len(chosen) == most or (chosen and longest * (len(chosen) + 1) > _LAUNCHES_A_BATCH):
             yield chosen
-            chosen, longest = [], len(runs[index].view["order"])
+            chosen = []
+            longest = len(runs[index].view["order"])
         chosen.append(index)
     if chosen:
         yield chosen

@@ -110,7 +110,8 @@ def train(words: Sequence[str]) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
     _add_common(parser, splits="family,source,gpu")
     arguments = parser.parse_args(words)
-    splits, settings = _some_of(_SPLITS, "--splits", arguments.splits), _settings(arguments.set)
+    splits = _some_of(_SPLITS, "--splits", arguments.splits)
+    settings = _settings(arguments.set)
     try:
         learner = learner_class(arguments.predictor)(**settings)
     except TypeError as error:
@@ -147,9 +148,11 @@ def leaderboard(words: Sequence[str]) -> None:
     names = arguments.predictors.split(",")
     for name in names:
         learner_class(name)
-    splits, settings = _some_of(_SPLITS, "--splits", arguments.splits), _settings(arguments.set)
+    splits = _some_of(_SPLITS, "--splits", arguments.splits)
+    settings = _settings(arguments.set)
     runs, found = predictions(arguments.tables, dict.fromkeys(names, settings), splits, **_reading(arguments))
-    lines, scores = entries(runs, found), fit_scores(runs, found)
+    lines = entries(runs, found)
+    scores = fit_scores(runs, found)
     modes = [(name, getattr(learner_class(name), "mode", "")) for name in names]
     scopes = " ".join(f"`{name}` predicts runs of mode {mode} alone." for name, mode in modes if mode)
     sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())

@@ -132,7 +132,8 @@ def dataset_of(
         TableError: if a table cannot be read or is of no known kind.
     """
     look = functools.partial(_look, views=views, cache=cache / "graphs")
-    dataset, cpus = Dataset([], []), set[str]()
+    dataset = Dataset([], [])
+    cpus = set[str]()
     for table in tables:
         rows, rejected = usable_rows(table)
         if unwanted is not None:
@@ -382,7 +383,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         raise ValueError(f"A split is 'family', 'source', 'gpu' or 'random', not {split!r}.")
     only_cpus = all(run.gpu == "cpu" for run in runs)
     names = [None if run.gpu == "cpu" and not only_cpus else getattr(run, split) for run in runs]
-    steps, kernels = Counter[str](), Counter[str]()
+    steps = Counter[str]()
+    kernels = Counter[str]()
     for name, run in zip(names, runs, strict=True):
         if name is not None:
             (kernels if run.is_single else steps)[name] += 1
@@ -405,10 +407,12 @@ def _parts_of(runs: Counter[str], kernels: Counter[str], number: int, seed: int)
     """
     names = sorted({*runs, *kernels})
     random.Random(seed).shuffle(names)
-    loads, part_of = [(0, 0)] * number, {}
+    loads = [(0, 0)] * number
+    part_of = {}
     for name in sorted(names, key=lambda name: (-runs[name], -kernels[name])):
         part = min(range(number), key=lambda part: loads[part] if kernels[name] else loads[part][1])
-        part_of[name], loads[part] = part, (loads[part][0] + kernels[name], loads[part][1] + runs[name])
+        part_of[name] = part
+        loads[part] = (loads[part][0] + kernels[name], loads[part][1] + runs[name])
     return part_of
 
 

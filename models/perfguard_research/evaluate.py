@@ -45,7 +45,8 @@ class Evaluated(NamedTuple):
         """The row's PREDICTED; of a row without a prediction the error alone."""
         if self.prediction is None or self.device is None or self.memory is None:
             return {"error": self.error}
-        memory, time = self.memory, self.prediction.step_time
+        memory = self.memory
+        time = self.prediction.step_time
         values = [bound / MIB for bound in (memory.median, *memory.interval())]
         values.append(self.prediction.p_oom(self.device.memory_bytes))
         values += [bound * 1e3 for bound in (time.median, *time.interval())]
@@ -78,7 +79,8 @@ def evaluate(
     readable.sort(key=lambda item: (str(item[1].structure), item[1].gpu, item[1].batch_size))
     networks = [list(members) for _, members in itertools.groupby(readable, key=lambda item: item[1].structure)]
     for members in track(networks, description="networks", transient=True, disable=not sys.stderr.isatty()):
-        make_model, traces = functools.cache(members[0][1].make_model), TraceCache()
+        make_model = functools.cache(members[0][1].make_model)
+        traces = TraceCache()
         for index, row in members:
             results[index] = _evaluated(row, make_model, traces, predictor)
     return [results[index] for index in range(len(rows))]

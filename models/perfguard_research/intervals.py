@@ -53,7 +53,8 @@ def judged(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> pd.
     )
     lines["log_sigma"] = math.nan
     for fold, own in lines[lines["target"].isin(CALIBRATED)].groupby("fold"):
-        calibration, known_gpu = calibrated(lines[lines["fold"] != fold]), split != "gpu"
+        calibration = calibrated(lines[lines["fold"] != fold])
+        known_gpu = split != "gpu"
         lines.loc[own.index, "log_sigma"] = [
             math.nan
             if calibration.scale_of(target, groups[at], known_gpu=known_gpu) is None
@@ -97,6 +98,7 @@ def _scale_of(errors: pd.DataFrame, floor: float) -> float:
     al. 2019, "Conformal Prediction Under Covariate Shift", equation 7. A new run weighs as much as a score does on average.
     """
     score = (errors["residual"].abs() / np.hypot(errors["spread"], floor)).to_numpy()
-    weight, order = errors["source"].map(errors["source"].value_counts()).to_numpy() ** -0.5, np.argsort(score)
+    weight = errors["source"].map(errors["source"].value_counts()).to_numpy() ** -0.5
+    order = np.argsort(score)
     rank = int(np.searchsorted(np.cumsum(weight[order] / weight.mean()), (len(score) + 1) * COVERAGE - 1e-9))
     return float(score[order[min(rank, len(score) - 1)]]) / HALF_INTERVAL

@@ -34,9 +34,11 @@ class BasicsBlock(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_1, self.norm_2 = RmsNorm(width), RmsNorm(width)
+        self.norm_1 = RmsNorm(width)
+        self.norm_2 = RmsNorm(width)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # (B, T, D); (T, D / H / 2) twice
@@ -56,10 +58,12 @@ class BasicsTransformerLM(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width, heads = config["d_model"], config["num_heads"]
+        width = config["d_model"]
+        heads = config["num_heads"]
         self.tokens = nn.Embedding(config["vocab_size"], width)
         self.blocks = nn.ModuleList(BasicsBlock(width, heads, config["d_ff"]) for _ in range(config["num_layers"]))
-        self.norm, self.head = RmsNorm(width), nn.Linear(width, config["vocab_size"], bias=False)
+        self.norm = RmsNorm(width)
+        self.head = nn.Linear(width, config["vocab_size"], bias=False)
         self.register_buffer("angles", torch.empty(2, config["context_length"], width // heads // 2), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) → (B, T, words)

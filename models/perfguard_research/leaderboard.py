@@ -64,7 +64,8 @@ def predictions(
     by_views: defaultdict[tuple[FeatureSet, ...], list[str]] = defaultdict(list)
     for name in predictors:
         by_views[learner_class(name).views].append(name)
-    runs, found = list[Run](), dict[tuple[str, str], FoldPredictions]()
+    runs = list[Run]()
+    found = dict[tuple[str, str], FoldPredictions]()
     for views, names in by_views.items():
         seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators, most_runs=most_runs).runs
         runs = runs or seen
@@ -77,7 +78,8 @@ def predictions_of(
     name: str, settings: dict[str, Any], runs: Sequence[Run], splits: Sequence[str], *, cache: Path, jobs: int
 ) -> SplitPredictions:
     """The folds of each split with one predictor's predictions. They are kept in ``cache`` by all that they depend on."""
-    kind, identity = learner_class(name), identity_of(name, settings, runs)
+    kind = learner_class(name)
+    identity = identity_of(name, settings, runs)
     placed: list[tuple[str, Fold, Path]] = []
     for split in splits:
         for fold in folds(runs, split):
@@ -154,7 +156,8 @@ def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Ru
             width=np.exp(half) - np.exp(-half),
         )
         for (group, target), own in lines.groupby(["group", "target"], sort=False):
-            error, spread = own["error"], own.groupby("fold")["error"].mean().std(ddof=0)
+            error = own["error"]
+            spread = own.groupby("fold")["error"].mean().std(ddof=0)
             numbers = len(own), error.mean(), error.median(), error.quantile(0.9), spread
             values = split, group, _QUANTITIES[target], predictor, *numbers, own["inside"].mean(), own["width"].median()
             scores.append(dict(zip(_ERRORS, values, strict=True)))
@@ -187,7 +190,8 @@ def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> pd.DataFrame:
         lines = lines[(lines["target"] == "memory") & np.isfinite(lines["predicted"]) & is_workload]
         own = [runs[at] for at in lines["run"]]
         around = [pairs[run.gpu, run.structure] for run in own]
-        limit, risky = np.log([run.capacity_bytes for run in own]), lines["predicted"] + _AT_RISK * lines["log_sigma"]
+        limit = np.log([run.capacity_bytes for run in own])
+        risky = lines["predicted"] + _AT_RISK * lines["log_sigma"]
         lines = lines.assign(
             name=[f"{run.gpu} {run.mode}" for run in own],
             fits=np.array([run.fits for run in own], dtype=bool),
@@ -196,7 +200,8 @@ def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> pd.DataFrame:
             is_paired=[None not in pair and at in pair for at, pair in zip(lines["run"], around, strict=True)],
         )
         for name, group in lines.groupby("name", sort=False):
-            fitting, failed = group[group["fits"]], group[~group["fits"]]
+            fitting = group[group["fits"]]
+            failed = group[~group["fits"]]
             if len(failed):
                 caught, pruned = (part[part["is_paired"]]["refused"].mean() for part in (failed, fitting))
                 of_failed = len(failed), failed["refused"].mean(), len(fitting), fitting["refused"].mean()
@@ -217,7 +222,8 @@ def as_markdown(errors: pd.DataFrame, fits: pd.DataFrame, order: Sequence[str]) 
             *_table(own, mean + " ± " + spread + " / " + median, order, ["rows"]),
             "",
         ]
-        known, intervals = own["coverage"].notna(), coverage + " / " + own["width"].map("{:.0%}".format)
+        known = own["coverage"].notna()
+        intervals = coverage + " / " + own["width"].map("{:.0%}".format)
         if known.any():
             heading = f"### 90% intervals of {quantity}, split by {split}"
             text += [heading, "", *_table(own[known], intervals[known], order, ["rows"]), ""]
@@ -235,7 +241,8 @@ def _percent(share: float) -> str:
 
 def _table(lines: pd.DataFrame, cells: pd.Series[str], order: Sequence[str], numbers: list[str]) -> list[str]:
     """Cells by group and predictor. Those that were evaluated on fewer rows than others of their group say so."""
-    by_group, rows = lines.groupby("group"), lines[numbers[0]]
+    by_group = lines.groupby("group")
+    rows = lines[numbers[0]]
     fewer = (" (" + rows.astype(str) + " rows)").where(rows < by_group[numbers[0]].transform("max"), "")
     table = lines.assign(cell=cells + fewer).pivot(index="group", columns="predictor", values="cell").fillna("-")
     table = by_group[numbers].max().join(table[[name for name in order if name in table]])

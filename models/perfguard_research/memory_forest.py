@@ -66,8 +66,11 @@ class TrainableMemory(MemoryForest):
         known = np.isfinite(low) | np.isfinite(high)
         if known.sum() < _FEWEST_ROWS:
             return
-        x, low, high = sums_table(runs)[known], low[known], high[known]
-        both, quantile = np.isfinite(low) & np.isfinite(high), _QUANTILE if name == "memory" else 0.5
+        x = sums_table(runs)[known]
+        low = low[known]
+        high = high[known]
+        both = np.isfinite(low) & np.isfinite(high)
+        quantile = _QUANTILE if name == "memory" else 0.5
         low, high = (
             np.where(np.isfinite(low), low, np.minimum(_FACTORS[0], high)),
             np.where(np.isfinite(high), high, np.maximum(_FACTORS[1], low)),
@@ -96,7 +99,8 @@ class TrainableMemory(MemoryForest):
     def _bounds(self, runs: Sequence[Run]) -> tuple[Values, Values]:
         """Bounds for runs without measured memory that fitted or did not."""
         start = self.start(runs, LIMIT)
-        low, high = np.full(len(runs), -np.inf), np.full(len(runs), np.inf)
+        low = np.full(len(runs), -np.inf)
+        high = np.full(len(runs), np.inf)
         pairs = bracketed(runs)
         for index, run in enumerate(runs):
             ok, failed = pairs[run.gpu, run.structure]
@@ -129,6 +133,7 @@ def _constant_of(runs: Sequence[Run]) -> float:
     known = ~np.isnan(measured)
     if not known.any():
         return 0.0
-    computed, measured = np.exp(column(runs, "log_reserved")[known]), measured[known]
+    computed = np.exp(column(runs, "log_reserved")[known])
+    measured = measured[known]
     errors = [np.abs(np.log(computed + constant) - measured).mean() for constant in _CONSTANTS]
     return float(_CONSTANTS[int(np.argmin(errors))])

@@ -185,7 +185,8 @@ _LABELS: dict[str, Callable[[int, int], dict[str, tuple[int, ...]]]] = {  # by w
 def _of_huggingface(network: Network, n: int, train: bool) -> Batch:
     """The model's own loss where its class has one, else the mean of its first output."""
     if "image" in network.input:
-        length, inputs = 0, dict[str, Any](pixel_values=TensorSpec((n, 3, *_pixels(network))))
+        length = 0
+        inputs = dict[str, Any](pixel_values=TensorSpec((n, 3, *_pixels(network))))
     else:
         length = network.input.get("target_len", network.input["seq_len"])
         inputs = {"input_ids": TensorSpec((n, network.input["seq_len"]), "int64")}
@@ -204,7 +205,8 @@ def _latents(network: Network, n: int, train: bool) -> Batch:
         return Batch((n, 3, *_pixels(network)))
     if network.bare_name.endswith(".decode"):
         return Batch((n, network.config["latent_channels"], network.input["latent"], network.input["latent"]))
-    latent, channels = network.input["latent"], network.config.get("in_channels", 4)
+    latent = network.input["latent"]
+    channels = network.config.get("in_channels", 4)
     image = TensorSpec((n, channels, latent, latent))
     text = TensorSpec((n, network.input["text_len"], network.config.get("cross_attention_dim", 1280)))
     return Batch([image, TensorSpec((n,), "int64"), text], image if train else None, _noise_loss)
@@ -296,7 +298,8 @@ _HUB = {  # what an id of the hub holds, or else the family: the first that fits
 
 
 def _huggingface(network: Network) -> Any:
-    transformers, name = _library("transformers", "transformers"), network.bare_name
+    transformers = _library("transformers", "transformers")
+    name = network.bare_name
     if "/" in name:
         words = f"{name} {network.family}".lower()
         name = next((cls for pattern, cls in _HUB.items() if re.search(pattern, words)), name)
@@ -341,7 +344,8 @@ def _kuangliu(network: Network) -> Any:
     model: Any = _library("torchvision.models", "torchvision").get_model(
         network.bare_name.lower(), weights=None, **network.config
     )
-    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
     return model
 
 
@@ -379,7 +383,8 @@ class ConvBlock(nn.Module):
 
     def __init__(self, width: int, stride: int, sizes: Config) -> None:
         super().__init__()
-        kernel, is_depthwise = sizes["kernel"], sizes["style"] == "depthwise"
+        kernel = sizes["kernel"]
+        is_depthwise = sizes["style"] == "depthwise"
         groups = width if is_depthwise else 1
         layers: list[nn.Module] = [nn.Conv2d(width, width, kernel, stride, kernel // 2, groups=groups, bias=False)]
         if is_depthwise:
@@ -395,7 +400,8 @@ class ConvBlock(nn.Module):
 
 
 def _cnn(network: Network) -> nn.Module:
-    sizes, width = network.config, network.config["width"]
+    sizes = network.config
+    width = network.config["width"]
     blocks = (ConvBlock(width, 2 if at in sizes["down"] else 1, sizes) for at in range(sizes["depth"]))
     return _classified(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), width=width, sizes=sizes)
 
@@ -430,7 +436,8 @@ class Cell(nn.Module):
 
 
 def _cells(network: Network) -> nn.Module:
-    sizes, width = network.config, network.config["width"]
+    sizes = network.config
+    width = network.config["width"]
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
     for stage in range(3):
         if stage:
@@ -445,7 +452,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, sizes: Config) -> None:
         super().__init__()
-        layer, both = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]], sizes["bidirectional"]
+        layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]]
+        both = sizes["bidirectional"]
         self.body = layer(sizes["inputs"], sizes["width"], sizes["depth"], batch_first=True, bidirectional=both)
         self.head = nn.Linear((2 if both else 1) * sizes["width"], sizes["classes"])
 
@@ -455,7 +463,9 @@ class Recurrent(nn.Module):
 
 
 def _mlp(network: Network) -> nn.Module:
-    sizes, before, blocks = network.config, network.config["inputs"], list[nn.Module]()
+    sizes = network.config
+    before = network.config["inputs"]
+    blocks = list[nn.Module]()
     for _ in range(sizes["depth"]):
         layers: list[nn.Module] = [nn.Linear(before, sizes["width"])]
         layers += [nn.BatchNorm1d(sizes["width"])] if sizes["norm"] else []

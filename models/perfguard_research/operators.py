@@ -101,7 +101,8 @@ class Operator:
 
     def _pointwise(self) -> _Work:
         name, kind, inputs, weights, flops = _POINTWISE[self.name]
-        elements, width = math.prod(self.sizes), self.sizes[1]
+        elements = math.prod(self.sizes)
+        width = self.sizes[1]
         return _Work(name, kind, flops * elements, (elements,) * inputs, (weights * width,) * (weights > 0), self.sizes)
 
     def _product(self) -> _Work:
@@ -109,20 +110,23 @@ class Operator:
         if self.name == "bmm":
             return _Work("bmm", "matmul", 2 * b * m * n * k, (b * m * k, b * k * n), (), (b, m, n), {"product": (b, m, n, k)})
         bias = n * (self.name == "linear")
-        name, attributes = "addmm" if bias else "mm", {"product": (1, b * m, n, k)}
+        name = "addmm" if bias else "mm"
+        attributes = {"product": (1, b * m, n, k)}
         return _Work(name, "matmul", 2 * b * m * n * k, (b * m * k,), (n * k + bias,), (b * m, n), attributes)
 
     def _attention(self) -> _Work:
         """FlashAttention without a mask. Several heads of the query may share one of the key and the value."""
         b, heads, kv_heads, length, width = self.sizes
-        query, key = (b, heads, length, width), (b, kv_heads, length, width)
+        query = (b, heads, length, width)
+        key = (b, kv_heads, length, width)
         inputs = (math.prod(query), math.prod(key), math.prod(key))
         return _Work("_scaled_dot_product_flash_attention", "attention", attention_flops(query, query, query), inputs, (), query)
 
     def _convolution(self) -> _Work:
         b, c_in, c_out, *pairs = self.sizes
         kernel, image, stride, padding = (tuple(pairs[at : at + 2]) for at in (0, 2, 4, 6))
-        in_shape, weight = (b, c_in, *image), (c_out, c_in, *kernel)
+        in_shape = (b, c_in, *image)
+        weight = (c_out, c_in, *kernel)
         out = (b, c_out, *((i + 2 * p - k) // s + 1 for i, p, k, s in zip(image, padding, kernel, stride, strict=True)))
         attributes = convolution_attributes(
             in_shape, weight, stride=stride, padding=padding, dilation=(1, 1), groups=1, transposed=False
@@ -138,7 +142,9 @@ class Operator:
         """One layer without the product of its input, which cuDNN computes for all time steps at once."""
         b, h, steps = self.sizes
         gates = _GATES[self.name] * h
-        rows, weights, flops = steps * b, gates * h, 2 * steps * b * gates * h
+        rows = steps * b
+        weights = gates * h
+        flops = 2 * steps * b * gates * h
         if self.direction == "backward_weight":  # one product of all time steps
             return _Work("mm", "matmul", flops, (rows * gates, rows * h), (), (gates, h), {"product": (1, gates, h, rows)})
         if self.direction == "forward":

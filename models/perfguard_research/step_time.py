@@ -54,7 +54,10 @@ _LENGTHS_APART = 60
 _COLUMN = {name: at for at, name in enumerate(COLUMNS)} | {name: len(COLUMNS) + at for at, name in enumerate(DEVICE_COLUMNS)}
 _FEWEST_STEPS = 50
 """With fewer measured steps there are no trees."""
-_TREES_RATE, _LEAVES, _LEAST_LEAF, _FEATURES_A_SPLIT = 0.05, 20, 20, 0.5
+_TREES_RATE = 0.05
+_LEAVES = 20
+_LEAST_LEAF = 20
+_FEATURES_A_SPLIT = 0.5
 _REFERENCE = 40
 """Steps for rehearsal."""
 _FARTHEST_LABEL = 0.2
@@ -155,7 +158,8 @@ class TrainableStepTime(StepTime):
         """
         sums = sums_table(steps)
         largest = float(np.sort(rough_time(sums))[-_LEAST_LEAF])  # no tree splits beyond
-        x, y = forest_columns(sums), labels_of(steps, "time") - start_of(sums, largest)
+        x = forest_columns(sums)
+        y = labels_of(steps, "time") - start_of(sums, largest)
         median = self._boosting("absolute_error", None).fit(x, y).predict(x)
         mean = self._boosting("squared_error", list(DIRECTIONS.values()))
         mean.fit(x, np.clip(y, median - _FARTHEST_LABEL, median + _FARTHEST_LABEL))
@@ -178,11 +182,14 @@ class TrainableStepTime(StepTime):
         runs = [run for run in runs for _ in range(_EPOCHS_OF_CPUS if run.gpu == "cpu" else 1)]
         seed = self.settings["seed"]
         torch.manual_seed(seed)
-        self.network, self.machines = self.new_network(), _Machines(runs)
-        network, machines = self.network, self.machines
+        self.network = self.new_network()
+        self.machines = _Machines(runs)
+        network = self.network
+        machines = self.machines
         physical = _physical(network)
         weights = [parameter for name, parameter in network.named_parameters() if name not in physical]
-        rate, epochs = self.settings["learning_rate"], self.settings["epochs"]
+        rate = self.settings["learning_rate"]
+        epochs = self.settings["epochs"]
         optimizer = torch.optim.AdamW(
             [
                 {"params": weights, "weight_decay": _WEIGHT_DECAY},
@@ -229,11 +236,14 @@ class TrainableStepTime(StepTime):
         """
         x = packed.x * self.scale[1] + self.scale[0]
         chosen = (x[:, _COLUMN["log_k"]] > 0) & (x[:, _COLUMN["half"]] > 0.5) & (x[:, _COLUMN["log_tf32_over_float"]] > 0)
-        half, names = x[chosen], packed.name[chosen]
+        half = x[chosen]
+        names = packed.name[chosen]
         if not len(half):
             return torch.zeros(())
-        tf32, rates = half.clone(), half[:, _COLUMN["log_half_over_float"]] - half[:, _COLUMN["log_tf32_over_float"]]
-        tf32[:, [_COLUMN["half"], _COLUMN["bf16"]]], tf32[:, _COLUMN["tf32"]] = 0.0, 1.0
+        tf32 = half.clone()
+        rates = half[:, _COLUMN["log_half_over_float"]] - half[:, _COLUMN["log_tf32_over_float"]]
+        tf32[:, [_COLUMN["half"], _COLUMN["bf16"]]] = 0.0
+        tf32[:, _COLUMN["tf32"]] = 1.0
         tf32[:, _COLUMN["log_compute_s"]] += rates + math.log(HALF_OVER_FLOAT)
         tf32[:, [_COLUMN[name] for name in ("log_read", "log_written", "log_traffic_s", "log_over_l2")]] += math.log(2)
         both = []

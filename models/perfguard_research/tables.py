@@ -209,9 +209,12 @@ def run_row(row: Row, kind: str) -> MeasuredRow:
     """A row of a table of runs. Other tables of whole steps are first translated into its columns."""
     precision, tf32 = PRECISIONS[one_of(row, "precision", tuple(PRECISIONS), "fp32")]
     mode = one_of(row, "mode", ("train", "forward_backward", "infer"))
-    name, note, framework = text(row, "model"), row.get("note") or "", row.get("framework") or ""
+    name = text(row, "model")
+    note = row.get("note") or ""
+    framework = row.get("framework") or ""
     family = row.get("family") or name.rpartition(":")[2]
-    parallel, num_gpus = one_of(row, "parallel", PARALLEL, "none"), positive(row, "num_gpus")
+    parallel = one_of(row, "parallel", PARALLEL, "none")
+    num_gpus = positive(row, "num_gpus")
     optimizer = (row.get("optimizer") or "sgd-momentum") if mode == "train" else "none"
     before_torch2 = bool(re.search(r"torch( about )?[01]\.|ngc[- ]2[0-2]\.", framework))  # NVIDIA's containers: 2 since 23.02
     method = found[1] if (found := re.match(r'\{.*?"method": "([^"]+)"', note)) else "full"
@@ -293,13 +296,15 @@ def _as_run(row: Row, *, family: str, **columns: Any) -> Row:
 
 def _workload(row: Row) -> Row:
     """A run of a timm model in cuDNN's benchmark mode."""
-    name, image = text(row, "model"), {"image": positive(row, "img_size")}
+    name = text(row, "model")
+    image = {"image": positive(row, "img_size")}
     return _as_run(row, model=f"timm:{name}", family=name.partition("_")[0], input=image, cudnn_benchmark="True")
 
 
 def _transformer(row: Row, configurations: Mapping[str, Any]) -> Row:
     """Forward, and for training backward too, of a Hugging Face model with attention as it was before PyTorch 2."""
-    name, length = text(row, "model"), positive(row, "seq_len")
+    name = text(row, "model")
+    length = positive(row, "seq_len")
     if name not in configurations:
         raise TableError(f"{name!r} is not in {CONFIGURATIONS}, which has {', '.join(sorted(configurations)) or 'nothing'}")
     config = {key: value for key, value in configurations[name].items() if key not in ("model_type", "architectures")}

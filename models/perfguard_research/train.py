@@ -61,7 +61,8 @@ def train_and_write(
     Raises:
         TableError: if there are too few rows, or runs on a CPU and on GPUs, or the learner does not fit its own rows.
     """
-    name, runs = learner.name, dataset.runs
+    name = learner.name
+    runs = dataset.runs
     own = [run for run in runs if run.table in learner.tables]
     if len(own) < _FEWEST_RUNS:
         known = f"{name} learns from tables of these kinds: {', '.join(learner.tables)}."

@@ -52,7 +52,9 @@ def _joined(trees: Sequence[dict[str, npt.NDArray[Any]]], base: float) -> Forest
     lengths = [len(tree["leaf"]) for tree in trees]
     roots = np.cumsum([0, *lengths])[:-1]
     of = {name: np.concatenate([tree[name] for tree in trees]) for name in trees[0]}
-    nodes, first, leaf = np.arange(sum(lengths)), np.repeat(roots, lengths), of["leaf"]
+    nodes = np.arange(sum(lengths))
+    first = np.repeat(roots, lengths)
+    leaf = of["leaf"]
     return Forest(
         roots=roots.astype(np.int32),
         feature=of["feature"].astype(np.int16),

@@ -48,19 +48,25 @@ class Convolutions:
             found = graph.attribute(name, ops=index, length=first + num_dimensions, default=default)
             return found if fits else found.astype(object)
 
-        in_shape, weight_shape = sizes("in_shape", 2), sizes("weight_shape", 2)
-        stride, padding, dilation = sizes("stride"), sizes("padding", default=0), sizes("dilation")
+        in_shape = sizes("in_shape", 2)
+        weight_shape = sizes("weight_shape", 2)
+        stride = sizes("stride")
+        padding = sizes("padding", default=0)
+        dilation = sizes("dilation")
         self.groups = sizes("groups")[..., 0]
-        self.batch, self.channels_in = in_shape[..., 0], in_shape[..., 1]
+        self.batch = in_shape[..., 0]
+        self.channels_in = in_shape[..., 1]
         self.channels_out = np.where(self.transposed, weight_shape[..., 1] * self.groups, weight_shape[..., 0])
-        self.inputs, self.kernel = in_shape[..., 2:], weight_shape[..., 2:]
+        self.inputs = in_shape[..., 2:]
+        self.kernel = weight_shape[..., 2:]
         extent = dilation * (self.kernel - 1)
         self.outputs = np.where(
             self.transposed[:, None],
             (self.inputs - 1) * stride - 2 * padding + extent + 1,
             (self.inputs + 2 * padding - extent - 1) // stride + 1,
         )
-        self.stride, self.dilation = stride.max(axis=-1), dilation.max(axis=-1)
+        self.stride = stride.max(axis=-1)
+        self.dilation = dilation.max(axis=-1)
         self.taps, self.positions_in, self.positions_out = (
             some.prod(axis=-1) for some in (self.kernel, self.inputs, self.outputs)
         )

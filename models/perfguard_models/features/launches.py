@@ -72,7 +72,9 @@ def launches(graph: OpGraph, device: Device) -> Arrays:
         ``is_cpu`` (1,): 1 for a CPU, 0 for a GPU.
         ``timed`` (2,): 1 if the time holds the host's launches; 1 if it holds the start of the step. 0 if not.
     """
-    ops, in_tf32, on_cpu = graph.ops, kinds_in_tf32(graph), device.kind == "cpu"
+    ops = graph.ops
+    in_tf32 = kinds_in_tf32(graph)
+    on_cpu = device.kind == "cpu"
     compute_s, traffic_s = work_s(graph, device)
     roofline = np.maximum(np.maximum(compute_s, traffic_s), np.maximum(issue_s(graph, device), _SHORTEST_S))
     tried = "cudnn_benchmark" in graph.options
@@ -126,7 +128,8 @@ def _edges(graph: OpGraph, device: Device, order: npt.NDArray[np.int64]) -> Arra
     """``tensor_ends``, ``tensor_x`` and ``tensor_count`` of ``graph``, whose operators have the rows ``order`` (N,)."""
     source, sink = graph.edges
     _, read, written = graph.costs.astype(np.float64)
-    moved, phase = np.cumsum(read + written), np.array([op.phase for op in graph.ops], dtype=np.int64)
+    moved = np.cumsum(read + written)
+    phase = np.array([op.phase for op in graph.ops], dtype=np.int64)
     cache = max(device.l2_bytes, 2**20)
     x = np.stack(
         [

@@ -53,7 +53,8 @@ def operator_columns(graph: OpGraph, device: Device, compute_s: Floats, roofline
         compute_s: seconds of each operator's arithmetic. Shape: (N,).
         roofline: seconds of each operator. Shape: (N,).
     """
-    ops, x = graph.ops, np.zeros((len(graph.ops), len(COLUMNS)), dtype=np.float16)
+    ops = graph.ops
+    x = np.zeros((len(graph.ops), len(COLUMNS)), dtype=np.float16)
     is_weight = [storage.kind is StorageKind.PARAMETER for storage in graph.storages]
     of_all = {
         **_logs(graph, compute_s, roofline, device),
@@ -96,8 +97,10 @@ def _logs(graph: OpGraph, compute_s: Floats, roofline: Floats, device: Device) -
     """The SIZES that every operator has. Shapes: (N,)."""
     shape = graph.attribute("shape", length=3)
     flops, read, written = graph.costs.astype(np.float64)
-    batch, channels = shape[..., 0].astype(np.float64), shape[..., 1].astype(np.float64)
-    rest, moved = shape[..., 2:].prod(axis=-1).astype(np.float64), read + written
+    batch = shape[..., 0].astype(np.float64)
+    channels = shape[..., 1].astype(np.float64)
+    rest = shape[..., 2:].prod(axis=-1).astype(np.float64)
+    moved = read + written
     derived = {
         "log_compute_s": compute_s * 1e6,
         "log_traffic_s": moved / device.bandwidth_bytes_per_s * 1e6,

@@ -96,7 +96,8 @@ class _Parts:
     """Kinds, phases and names of a graph's operators, and which of them are convolutions and products."""
 
     def __init__(self, graph: OpGraph) -> None:
-        ops, known = graph.ops, {name: at for at, name in enumerate(NAMED_OPERATORS)}
+        ops = graph.ops
+        known = {name: at for at, name in enumerate(NAMED_OPERATORS)}
         self.number = len(ops)
         self.kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
         self.phases = np.array([*(op.phase for op in ops), -1], dtype=np.int64)
@@ -161,9 +162,12 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
     lowers = (c.taps > 1) | (c.stride > 1)
     plane = (c.rank == 2) & (c.stride == 1) & (c.dilation == 1)
     dense = plane & (c.groups == 1)
-    inputs, between, outputs = c.batch * c.channels_in, c.channels_in * c.channels_out, c.batch * c.channels_out
+    inputs = c.batch * c.channels_in
+    between = c.channels_in * c.channels_out
+    outputs = c.batch * c.channels_out
     padded = 1 << np.frexp((c.inputs + c.kernel - 2).astype(np.float64))[1].astype(np.int64)  # the next power of two
-    height, width = padded[..., 0], padded[..., min(1, padded.shape[-1] - 1)]
+    height = padded[..., 0]
+    width = padded[..., min(1, padded.shape[-1] - 1)]
     fft = 2 * (inputs + between + outputs) * height * (width // 2 + 1) * 8
     has_fft = plane & (c.inputs.max(axis=-1, initial=0) <= LARGEST_FFT)
     kernel = c.kernel.max(axis=-1, initial=1)
@@ -172,7 +176,8 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
     quads = (-(-c.outputs // 4)).prod(axis=-1)
     winograd = (3 + c.kernel[..., 0]) ** 2 * (inputs * quads + between + outputs * quads) * 4
     square = (c.kernel == c.kernel[..., :1]).all(axis=-1) & ((kernel == 3) | (kernel == 5))
-    padded_in, padded_out = -(-c.channels_in // 8) * 8, -(-c.channels_out // 8) * 8
+    padded_in = -(-c.channels_in // 8) * 8
+    padded_out = -(-c.channels_out // 8) * 8
     nhwc = c.element_bytes * (
         c.batch * (padded_in * c.positions_in + padded_out * c.positions_out) + padded_in * padded_out // c.groups * c.taps
     )
@@ -190,7 +195,8 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
 
 def _time(graph: OpGraph, device: Device, parts: _Parts, roofline: Floats) -> Columns:
     """Sums of the roofline by kind of operator and by phase, and what they are made of."""
-    number, total = parts.number, max(float(roofline.sum()), 1e-9)
+    number = parts.number
+    total = max(float(roofline.sum()), 1e-9)
     num_bytes = (graph.costs[1] + graph.costs[2]).astype(np.float64)
     traffic = num_bytes / device.bandwidth_bytes_per_s
     launch_bound = roofline <= device.launch_overhead_s
@@ -199,7 +205,8 @@ def _time(graph: OpGraph, device: Device, parts: _Parts, roofline: Floats) -> Co
     by_phase = np.bincount(parts.phases[:-1], weights=roofline, minlength=len(Phase))
     counts = np.bincount(parts.kinds, minlength=len(OP_KINDS))
     is_matrix = np.isin(parts.kinds, [KIND_INDEX[kind] for kind in MATRIX_KINDS])
-    log_flops, log_bytes = math.log1p(graph.flops), math.log1p(num_bytes.sum())
+    log_flops = math.log1p(graph.flops)
+    log_bytes = math.log1p(num_bytes.sum())
     return {
         "log_roofline": math.log(total),
         "log_operators": math.log(max(number, 1)),

@@ -94,7 +94,8 @@ def collect(
     order = f"{seed}/{'+'.join(spaces)}/{device.id}/{memory_limit or 'all'}"
     done = _begin_table(out, resume=resume, order=order)
     import_libraries(spaces)
-    report, failures = CollectReport(), 0
+    report = CollectReport()
+    failures = 0
     fixed = {
         "device": "" if device.id in catalog() else json.dumps(dataclasses.asdict(device), separators=(",", ":")),
         "memory_limit_mib": "" if memory_limit is None else f"{memory_limit / MIB:.6g}",
@@ -186,7 +187,8 @@ def planned(draft: Draft, device: Device, capacity_bytes: int) -> MeasuredRow | 
     # Longer steps take the time of many rows. Runs that should not fit a card are exempt: they end early.
     longest_s = 0.03 if on_cpu else 0.25
     try:
-        model, traces = draft.row.make_model(), TraceCache()
+        model = draft.row.make_model()
+        traces = TraceCache()
 
         @functools.cache
         def cost(batch_size: int) -> tuple[float, float]:
@@ -214,11 +216,14 @@ def batch_at(target: float, cost_of: Callable[[int], float], *, most: int = 2**2
     The cost rises with the batch and bends upwards: small batches are all weights, large ones all activations.
     """
     low, high = 2, 8  # a batch of one is too small for a batch norm
-    small, large = cost_of(low), cost_of(high)
+    small = cost_of(low)
+    large = cost_of(high)
     for _ in range(4):
         slope = (large - small) / (high - low)
         wanted = low + (target - small) / slope if slope > 0 else most if target > large else 2
-        low, small, high = high, large, int(min(max(wanted, 2), most))
+        low = high
+        small = large
+        high = int(min(max(wanted, 2), most))
         if high == low:
             break
         large = cost_of(high)

@@ -86,7 +86,8 @@ def run_row(row: MeasuredRow, device: Device, *, limit_bytes: int | None = None)
     # PyTorch's own defaults: convolutions may take TF32, matrix products may not.
     torch.backends.cudnn.allow_tf32 = row.tf32 != "off"
     torch.backends.cuda.matmul.allow_tf32 = row.tf32 == "on"
-    run, num_steps = Run(device), 0
+    run = Run(device)
+    num_steps = 0
     with suppress(Exception), run:
         if limit_bytes is not None:
             limit_memory(device, limit_bytes)

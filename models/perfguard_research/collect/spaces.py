@@ -128,7 +128,8 @@ def _draft(number: int, space: Space, draw: Draw, device: Device) -> Draft:
     precision = draw.choice(precisions)
     optimizer = draw.choice(("sgd-momentum", "adamw"))
     layout = draw.choice(("nchw", "nhwc"))
-    benchmark, checkpointing = draw.random() < 0.5, draw.random() < 0.25
+    benchmark = draw.random() < 0.5
+    checkpointing = draw.random() < 0.25
     # Compilation takes most of a minute where the others take half a second.
     compiled = draw.random() < 1 / 64
     # A quarter of the runs is near the limit, where it is decided whether a run fits.
@@ -196,9 +197,13 @@ def _rnn(draw: Draw) -> Network:
 
 def _text(draw: Draw) -> Network:
     model_type = draw.choice(tuple(TEXT))
-    heads, layers = draw.size(2, 16), draw.size(2, 16)
-    head_width, length, vocabulary = draw.choice((32, 64, 64)), draw.size(32, 1024, 16), draw.size(1000, 50_000)
-    width, has_decoder = heads * head_width, model_type in _ENCODER_DECODER
+    heads = draw.size(2, 16)
+    layers = draw.size(2, 16)
+    head_width = draw.choice((32, 64, 64))
+    length = draw.size(32, 1024, 16)
+    vocabulary = draw.size(1000, 50_000)
+    width = heads * head_width
+    has_decoder = model_type in _ENCODER_DECODER
     sizes = {
         "heads": heads, "layers": max(1, layers // 2) if has_decoder else layers, "head width": head_width, "width": width,
         "3 width": 3 * width, "4 width": 4 * width, "length": length, "0": 0,

@@ -95,7 +95,8 @@ class KernelHeads(nn.Module):
         super().__init__()
         self.name = nn.Embedding(len(NAMES) + 1, 12)
         self.blocks = KernelBlocks(len(_COLUMNS) + 12, hidden)
-        self.latency, self.family = nn.Linear(hidden, 1), nn.Linear(hidden, num_families)
+        self.latency = nn.Linear(hidden, 1)
+        self.family = nn.Linear(hidden, num_families)
         nn.init.zeros_(self.latency.weight)
 
     def forward(
@@ -134,7 +135,8 @@ def _kernel_of(row: MeasuredRow) -> str:
 
 def features_of(graph: OpGraph, device: Device) -> dict[str, Any]:
     """``x`` (len(_COLUMNS),), ``name`` (an index into NAMES, or len(NAMES)) and ``roofline_s`` of a graph of one operator."""
-    roofline, name = roofline_s(graph, device), graph.ops[0].name
+    roofline = roofline_s(graph, device)
+    name = graph.ops[0].name
     compute_s = graph.costs[0].astype(np.float64) / device.flops_per_s("fp16")
     x = operator_columns(graph, device, compute_s, roofline)[0].astype(np.float32)
     of_device = (
@@ -165,7 +167,8 @@ class KernelModel(NamedTuple):
     def inputs(self, rows: pd.DataFrame) -> tuple[torch.Tensor, ...]:
         """Those of the network."""
         x = torch.from_numpy(np.stack(rows["x"].tolist()))
-        name, roofline = torch.tensor(rows["name"].to_numpy()), torch.tensor(rows["roofline_s"].to_numpy(), dtype=torch.float32)
+        name = torch.tensor(rows["name"].to_numpy())
+        roofline = torch.tensor(rows["roofline_s"].to_numpy(), dtype=torch.float32)
         return (x - self.scale[0]) / self.scale[1], name, roofline.log()
 
     def answers(self, rows: pd.DataFrame) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -187,7 +190,8 @@ def fitted(rows: pd.DataFrame) -> KernelModel:
     scale = torch.from_numpy(np.stack([x.mean(0), np.maximum(x.std(0), 0.05)]).astype(np.float32))
     network = KernelHeads(len(families))
     model = KernelModel(network, list(families), scale)
-    family, seconds = torch.tensor(numbers), torch.tensor(rows["seconds"].to_numpy(), dtype=torch.float32).log()
+    family = torch.tensor(numbers)
+    seconds = torch.tensor(rows["seconds"].to_numpy(), dtype=torch.float32).log()
     inputs = model.inputs(rows)
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=1e-3)
     steps = _EPOCHS * -(-len(rows) // _BATCH)

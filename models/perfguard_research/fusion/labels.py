@@ -66,7 +66,8 @@ class LabelledGraph(NamedTuple):
         is_in = np.zeros((len(self.kernels), len(self.graph.ops)), dtype=bool)
         for number, kernel in enumerate(self.kernels):
             is_in[number, list(kernel)] = True
-        source, sink = is_in[:, self.graph.edges[0]], is_in[:, self.graph.edges[1]]
+        source = is_in[:, self.graph.edges[0]]
+        sink = is_in[:, self.graph.edges[1]]
         return np.where(source.any(0) & sink.any(0), (source & sink).any(0), -1).astype(np.int8)
 
 
@@ -180,7 +181,8 @@ class _OnTarget(torch.fx.Interpreter):
         if self._target == "cuda" and target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             rest: list[Any] = [0.0, False]
             rest[: len(args) - 3] = args[3:]
-            mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+            mask = kwargs.get("attn_mask")
+            scale = kwargs.get("scale")
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
             return efficient(*args[:3], mask, False, *rest, scale=scale)
         if "device" in kwargs:
@@ -218,7 +220,8 @@ def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[s
 
 def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
     """Operator index in ``graph`` of each aten call that launches a kernel. Both are in the order of dispatch."""
-    names, calls = [], []
+    names = []
+    calls = []
     for node in called.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view:
             name = node.target._schema.name.partition("::")[2]

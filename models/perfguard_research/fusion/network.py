@@ -40,7 +40,8 @@ def edges_of(graph: OpGraph, names: Sequence[str], compiler: int) -> Data:
     It has ``sizes`` (n, len(SIZES)), ``kind``, ``name`` and ``compiler`` (n,), and ``edge_index`` (2, num_edges).
     """
     source, sink = graph.edges
-    number, index = len(graph.ops), {name: at for at, name in enumerate(names, start=1)}
+    number = len(graph.ops)
+    index = {name: at for at, name in enumerate(names, start=1)}
     flops, read, written = graph.costs.astype(np.float64)
     is_weight = [storage.kind in (StorageKind.PARAMETER, StorageKind.BUFFER) for storage in graph.storages]
     weights = [sum(graph.storages[at].num_bytes for at in op.inputs if is_weight[at]) for op in graph.ops]
@@ -78,7 +79,8 @@ class EdgeClassifier(nn.Module):
         self.compiler = nn.Embedding(num_compilers, 4)
         width = len(SIZES) + len(OP_KINDS) + 16 + 4
         self.own = nn.Linear(width, hidden)
-        self.before, self.after = GATConv(width, hidden // 2), GATConv(width, hidden // 2)
+        self.before = GATConv(width, hidden // 2)
+        self.after = GATConv(width, hidden // 2)
         self.norm = GraphSizeNorm()
         self.scale = nn.Parameter(torch.tensor(10.0))
         """GraphSizeNorm divides by the root of the number of operators: some tens."""
@@ -137,7 +139,8 @@ def kernels_of(graph: OpGraph, fused: npt.NDArray[np.int64]) -> list[list[int]]:
     order.add_nodes_from(range(len(graph.ops)))
     sets = nx.utils.UnionFind(range(len(graph.ops)))
     for first, second in graph.edges[:, fused].T.tolist():
-        a, b = sets[first], sets[second]
+        a = sets[first]
+        b = sets[second]
         if a == b:
             continue
         direct = [edge for edge in ((a, b), (b, a)) if order.has_edge(*edge)]

@@ -43,7 +43,8 @@ _LOWEST_CHANCE = 0.5
 def score_of(predicted: npt.ArrayLike, labels: npt.ArrayLike) -> dict[str, float]:
     """Precision, recall and accuracy of "fused", and the number of edges. Shapes: (m,); labels of -1 do not count."""
     known = np.asarray(labels) >= 0
-    positive, true = np.asarray(predicted)[known] > _LOWEST_CHANCE, np.asarray(labels)[known] == 1
+    positive = np.asarray(predicted)[known] > _LOWEST_CHANCE
+    true = np.asarray(labels)[known] == 1
     return {
         "precision": float(precision_score(true, positive, zero_division=0)),
         "recall": float(recall_score(true, positive, zero_division=0)),

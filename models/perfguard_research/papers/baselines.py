@@ -36,7 +36,8 @@ class Roofline:
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
         for target in _PHYSICS:
-            ratio, groups = labels_of(runs, target) - _physics(runs, target), _groups(runs, target)
+            ratio = labels_of(runs, target) - _physics(runs, target)
+            groups = _groups(runs, target)
             for name in np.unique(groups[~np.isnan(ratio)]):
                 self._factors[name] = float(np.nanmedian(ratio[groups == name]))
 

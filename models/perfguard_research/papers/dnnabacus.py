@@ -51,7 +51,8 @@ class DNNAbacus:
         from sklearn.linear_model import Ridge
         from sklearn.model_selection import KFold
 
-        trees, seed = self.settings["trees"], self.settings["seed"]
+        trees = self.settings["trees"]
+        seed = self.settings["seed"]
         bagging = {"n_estimators": trees, "max_leaf_nodes": 400, "random_state": seed, "max_features": 0.3}
         members = [
             ("rf", RandomForestRegressor(**bagging)),

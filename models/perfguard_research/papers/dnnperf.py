@@ -48,7 +48,8 @@ class _Network(nn.Module):
         self.predictor = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
     def forward(self, graphs: Data) -> torch.Tensor:
-        edge_index, facts = graphs.edge_index, graphs.globals[graphs.batch]
+        edge_index = graphs.edge_index
+        facts = graphs.globals[graphs.batch]
         h = self.enter_node(torch.cat([kinds_of(graphs, _TYPES), graphs.nodes, facts[:, _OF_NODE + _OF_CONFIGURATION]], dim=1))
         backward = (graphs.kind[edge_index[1]] >= NUM_KINDS).long()
         kinds = nn.functional.one_hot(backward, 2)

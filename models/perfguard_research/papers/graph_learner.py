@@ -31,7 +31,10 @@ from perfguard_research.dataset import STEPS, Fold, Run, folds
 from perfguard_research.learners import OnEpoch, batches, labels_of, seed_of
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, KERNELS, LAYERS, NODE_COLUMNS, trains
 
-NUM_KINDS, NUM_NODE, NUM_EDGE, NUM_GLOBAL = len(OP_KINDS), len(NODE_COLUMNS), len(EDGE_COLUMNS), len(GLOBAL_COLUMNS)
+NUM_KINDS = len(OP_KINDS)
+NUM_NODE = len(NODE_COLUMNS)
+NUM_EDGE = len(EDGE_COLUMNS)
+NUM_GLOBAL = len(GLOBAL_COLUMNS)
 _NODES_A_BATCH = 2_000
 _MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
@@ -82,7 +85,8 @@ class GraphLearner:
         self._scale: dict[str, torch.Tensor] = {}
         self._labels = torch.zeros(4, len(self.targets))
         """Mean, scale, and scaled minimum and maximum of each target; NaN: no labels."""
-        self._labels[1], self._labels[2:] = 1, math.nan
+        self._labels[1] = 1
+        self._labels[2:] = math.nan
         self._network = self._new_network()
 
     def _new_network(self) -> nn.Module:
@@ -106,12 +110,16 @@ class GraphLearner:
         labels = self._fit_labels(np.stack([labels_of(runs, target) for target in self.targets], axis=1))
         graphs = [self._graph(run.view) for run in runs]
         sizes = [graph.num_nodes for graph in graphs]
-        every, seed = list(range(len(runs))), self.settings["seed"]
+        every = list(range(len(runs)))
+        seed = self.settings["seed"]
         parts = [Fold("", every, every), *folds(runs, "family", number=_VALIDATION, seed=seed)]
         learn, judge = parts[-1].learn, parts[-1].judge  # the largest families are in the first parts
         network = self._network = self._new_network()
         optimizer = torch.optim.Adam(network.parameters(), lr=self.settings["learning_rate"])
-        epochs, best, kept, best_epoch = self.settings["epochs"], math.inf, network.state_dict(), 0
+        epochs = self.settings["epochs"]
+        best = math.inf
+        kept = network.state_dict()
+        best_epoch = 0
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
         for epoch in range(epochs):
             network.train()
@@ -133,7 +141,9 @@ class GraphLearner:
             if on_epoch is not None:
                 on_epoch(epoch + 1, epochs, error)
             if error < best:
-                best, kept, best_epoch = error, copy.deepcopy(network.state_dict()), epoch
+                best = error
+                kept = copy.deepcopy(network.state_dict())
+                best_epoch = epoch
             elif epoch - best_epoch > epochs // 3:
                 break
         network.load_state_dict(kept)
@@ -171,17 +181,21 @@ class GraphLearner:
         for key, parts in zip(_SCALERS, zip(*(self.features(run.view) for run in runs), strict=True), strict=True):
             values = np.log1p(np.concatenate([np.atleast_2d(part) for part in parts]))
             if self.scaling == "minmax":
-                low, width = values.min(0), np.ptp(values, axis=0)
+                low = values.min(0)
+                width = np.ptp(values, axis=0)
             else:
-                low, width = values.mean(0, dtype=np.float64), values.std(0, dtype=np.float64)
+                low = values.mean(0, dtype=np.float64)
+                width = values.std(0, dtype=np.float64)
             self._scale[key] = torch.tensor(np.stack([low, np.maximum(width, 1e-3)]), dtype=torch.float32)
 
     def _fit_labels(self, y: npt.NDArray[np.float64]) -> torch.Tensor:
         """Scaled labels. Shapes: (n, len(targets)) → the same; NaN: not measured."""
         for at, column in enumerate(y.T):
             if len(seen := column[~np.isnan(column)]):
-                mean, scale = seen.mean(), max(seen.std(), 1e-3) if self.scales_labels else 1.0
-                low, high = (seen.min() - mean) / scale - _MARGIN, (seen.max() - mean) / scale + _MARGIN
+                mean = seen.mean()
+                scale = max(seen.std(), 1e-3) if self.scales_labels else 1.0
+                low = (seen.min() - mean) / scale - _MARGIN
+                high = (seen.max() - mean) / scale + _MARGIN
                 self._labels[:, at] = torch.tensor([mean, scale, low, high])
         return (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
 

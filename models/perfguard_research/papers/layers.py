@@ -99,7 +99,8 @@ def _node(op: Op, graph: OpGraph, in_shape: tuple[int, ...]) -> tuple[float, ...
     kernel = (*weight_shape[2:], 1, 1)
     if op.kind == "pool" and len(in_shape) == len(op.shape) > 2:
         kernel = tuple(max(before // max(after, 1), 1) for before, after in zip(in_shape[2:], op.shape[2:], strict=True))
-        attributes, kernel = {"stride": kernel}, (*kernel, 1)
+        attributes = {"stride": kernel}
+        kernel = (*kernel, 1)
     return (
         op.flops,
         max(op.bytes_read - weight_bytes, 0),

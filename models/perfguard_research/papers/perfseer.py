@@ -35,7 +35,8 @@ from perfguard_research.learners import OnEpoch
 from perfguard_research.papers.graph_learner import NUM_EDGE, NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner
 from perfguard_research.papers.layers import DEVICE_COLUMNS, NODE_COLUMNS
 
-_FLOPS, _WEIGHTS = NODE_COLUMNS.index("flops"), NODE_COLUMNS.index("weight_bytes")
+_FLOPS = NODE_COLUMNS.index("flops")
+_WEIGHTS = NODE_COLUMNS.index("weight_bytes")
 _SIZES = [NODE_COLUMNS.index(name) for name in ("input_bytes", "weight_bytes", "output_bytes")]
 _OF_NODE = 5
 _OF_MODEL = 17
@@ -116,8 +117,11 @@ class PerfSeer(GraphLearner):
 
     def features(self, view: Arrays) -> tuple[npt.NDArray[np.float32], ...]:
         """The paper's, with what it computes from FLOPs and bytes: v^m, v^a, v^p, and u^gp, u^c, u^m, u^a."""
-        nodes, edges, facts = view["nodes"], view["edges"], view["globals"]
-        number, arcs = len(nodes), len(edges)
+        nodes = view["nodes"]
+        edges = view["edges"]
+        facts = view["globals"]
+        number = len(nodes)
+        arcs = len(edges)
         costs = np.stack([nodes[:, _FLOPS], nodes[:, _SIZES].sum(1), nodes[:, _WEIGHTS]])  # FLOPs, memory access, weights
         totals = costs.sum(1)
         intensity = costs[0] / np.maximum(costs[1], 1)

@@ -76,7 +76,8 @@ class Served:
         """
         learner, card, calibration = self._trained
         predicted = learner.predict([self._trained.step(graph, device)])
-        known, group = device.id in card["trained_devices"], Setting.of(graph, device).group
+        known = device.id in card["trained_devices"]
+        group = Setting.of(graph, device).group
         found = {}
         for quantity in QUANTITIES:
             (value,) = predicted[quantity]
@@ -89,13 +90,15 @@ class Served:
         log_sigma = math.hypot(log_sigma, assumed_log_sigma(graph, target))
         if unknown_operators(graph):
             half = unknown_span(graph, roofline_s(graph, device).tolist(), math.exp(raw["memory"][0]))[target] / 2
-            value, log_sigma = value + half, math.hypot(log_sigma, half / HALF_INTERVAL)
+            value = value + half
+            log_sigma = math.hypot(log_sigma, half / HALF_INTERVAL)
         return Estimate(math.exp(value + self._offsets.get((device.id, target), 0.0)), log_sigma)
 
 
 def _physics(graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
     """The logarithms of memory and time without a learner, with a wide standard deviation."""
-    live_bytes, least_s = graph.peak_live_bytes + device.context_bytes, float(roofline_s(graph, device).sum())
+    live_bytes = graph.peak_live_bytes + device.context_bytes
+    least_s = float(roofline_s(graph, device).sum())
     return {"memory": (math.log(live_bytes), _UNKNOWN_LOG_SIGMA), "time": (math.log(max(least_s, 1e-9)), _UNKNOWN_LOG_SIGMA)}
 
 
