@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import Op, OpGraph
+from perfguard.unmodelled import LINK_ASSUMED, NETWORK_ASSUMED, Unmodelled
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -84,8 +85,8 @@ class LinkTimes(NamedTuple):
     waits_s: _Floats  # shape: (N,), longer step by each collective; stragglers included
     log_sigma: float
     """What is not known of the step time because of the links and the other ranks."""
-    assumed: tuple[str, ...]
-    """What of the links nobody has stated, in words."""
+    assumed: tuple[Unmodelled, ...]
+    """What of the links nobody has stated."""
 
 
 def link_times(graph: OpGraph, device: Device, op_time_s: _Floats, links: LinkConfig = LINKS) -> LinkTimes | None:
@@ -107,9 +108,9 @@ def link_times(graph: OpGraph, device: Device, op_time_s: _Floats, links: LinkCo
     assumed = []
     if crosses_nodes and not device.network_bytes_per_s:
         rate = f"{links.network_bytes_per_s / 1e9:g} GB/s"
-        assumed.append(f"the network between the nodes is not stated: {rate} for each GPU are assumed")
+        assumed.append(NETWORK_ASSUMED.of(rate))
     if not device.link_bytes_per_s:
-        assumed.append(f"the link of {device.name} is not known: {links.link_bytes_per_s / 1e9:g} GB/s are assumed")
+        assumed.append(LINK_ASSUMED.of(device.name, f"{links.link_bytes_per_s / 1e9:g}"))
     sigma = links.nvlink_log_sigma if device.link_bytes_per_s >= _NVLINK else links.log_sigma
     sigma = links.guess_log_sigma if assumed else sigma
 

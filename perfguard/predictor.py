@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.measure import Measurement
+    from perfguard.unmodelled import Unmodelled
 
     Network = str | os.PathLike[str] | Workload | OpGraph | nn.Module
 
@@ -160,8 +161,8 @@ class Prediction:
     """Share of the multiprocessors' time in which they have work, 0 to 1; None if the predictor cannot say."""
     energy: Estimate | None = None
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
-    unmodelled: tuple[str, ...] = ()
-    """Parts that the trace does not account for, in words. :func:`perfguard.unmodelled.code_of` has the code of each."""
+    unmodelled: tuple[Unmodelled, ...] = ()
+    """Parts that the trace does not account for, each a code and a sentence: those of the graph, and the predictor's own."""
     widening: Mapping[Target, float] = field(default_factory=dict)
     """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
     trained_quantities: tuple[Target, ...] | None = None

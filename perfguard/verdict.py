@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 from perfguard.exceptions import ConfigurationError
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.risk_budget import EVEN_CHANCE
-from perfguard.unmodelled import codes_of
 
 if TYPE_CHECKING:
     from perfguard.budget import Limit
@@ -100,7 +99,7 @@ class Verdict:
             accepted=accepted,
             bound=bound,
             is_ruled_out=bool(bound),
-            unmodelled=", ".join(dict.fromkeys(codes_of(prediction.unmodelled))),
+            unmodelled=", ".join(dict.fromkeys(gap.code for gap in prediction.unmodelled)),
             prediction=prediction,
         )
 

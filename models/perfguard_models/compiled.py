@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.devices import Device
-from perfguard.graph import TRACED_AS_EAGER, OpGraph, roofline_s, work_s
+from perfguard.graph import OpGraph, roofline_s, work_s
+from perfguard.unmodelled import COMPILED_KERNELS, TRACED_AS_EAGER
 from perfguard_models.features.step import MATRIX_KINDS
-
-_NOTE = "torch.compile: operators merged into kernels as Inductor is expected to ({kernels} kernels for {ops} operators)"
 
 
 class Compiled(NamedTuple):
@@ -61,8 +60,8 @@ def as_compiled(graph: OpGraph) -> Compiled | None:
         return None
     eager = dataclasses.replace(graph, options=tuple(option for option in graph.options if option != "compiled"))
     kernel = kernels_of(eager)
-    note = _NOTE.format(kernels=len(set(kernel.tolist())), ops=len(graph.ops))
-    unmodelled = (note, *(text for text in graph.unmodelled if text != TRACED_AS_EAGER))
+    note = COMPILED_KERNELS.of(len(set(kernel.tolist())), len(graph.ops))
+    unmodelled = (note, *(gap for gap in graph.unmodelled if gap != TRACED_AS_EAGER))
     return Compiled(eager, dataclasses.replace(without_inner_tensors(eager, kernel), unmodelled=unmodelled), kernel)
 
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from perfguard.capture.deepspeed_engine import engines_in
 from perfguard.exceptions import CaptureError
 from perfguard.graph.op import Phase, StorageKind
+from perfguard.unmodelled import CPU_LINK_TIME, FSDP_ONE_PART, NCCL_BUFFERS, NO_PROCESS_GROUP, NO_SHARDING, Unmodelled
 
 if TYPE_CHECKING:
     from perfguard.capture.host import HostUse
@@ -113,20 +114,20 @@ class Ranks:
         """Return which of "ddp", "deepspeed", "fsdp" and "tp" there are, for how ``models`` are wrapped."""
         return tuple(sorted(_wrappers_in(models))) if self.are_many else ()
 
-    def unmodelled(self, models: Collection[nn.Module]) -> Iterator[str]:
+    def unmodelled(self, models: Collection[nn.Module]) -> Iterator[Unmodelled]:
         """Say what of the ranks is not accounted for, in a dry run that has run ``models``."""
         stated = int(os.environ.get("WORLD_SIZE", "1"))
         if not self._world_size and stated > 1:
-            yield f"{stated} processes are stated, but no process group is made: what is judged is one process by itself"
+            yield NO_PROCESS_GROUP.of(stated)
         if not self.are_many:
             return
-        left = "NCCL's buffers beyond those of an all-reduce are" if self._device_kind == "cuda" else "the time on the link is"
-        yield f"rank {self._rank} of {self._world_size}: {left} not counted"
+        left = NCCL_BUFFERS if self._device_kind == "cuda" else CPU_LINK_TIME
+        yield left.of(self._rank, self._world_size)
         found = _wrappers_in(models)
         if not found:
-            yield "no model is wrapped or sharded: each process holds all of it"
+            yield NO_SHARDING
         if len(found.get("fsdp", ())) == 1:
-            yield "FSDP wraps the model as one part: a rank holds all parameters at once while it computes"
+            yield FSDP_ONE_PART
 
 
 def _wrappers_in(models: Collection[nn.Module]) -> Mapping[str, Sequence[nn.Module]]:

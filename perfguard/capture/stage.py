@@ -50,6 +50,7 @@ from perfguard.capture.stops import place_of_user
 from perfguard.capture.trainers import follow_trainers
 from perfguard.capture.values import Values
 from perfguard.exceptions import CaptureError, TooLargeError
+from perfguard.graph.arguments import argument_of
 from perfguard.graph.kernels import without_overrides
 from perfguard.graph.libraries import libraries_on_meta, replacing, trl_on_meta
 from perfguard.graph.op import Phase, StorageKind
@@ -178,8 +179,7 @@ class HostTensors(TorchDispatchMode):
 
     def embed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Look up rows of a table whose gradient is dense. How many rows a sparse one has is a value."""
-        is_sparse = args[_POSITIONS_OF_SPARSE[func] :][:1] in ((True,), [True])
-        if is_sparse and args[0].is_meta and args[0].requires_grad and torch.is_grad_enabled():
+        if argument_of(func, args, kwargs, "sparse") and args[0].is_meta and args[0].requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"The embedding at {place_of_user()} has sparse gradients, whose size is a value that no dry run knows: make it "
                 "with sparse=False and another optimizer than SparseAdam, or describe what trials run: build=..."
@@ -332,10 +332,8 @@ class HostTensors(TorchDispatchMode):
 
 _GO_ON = object()
 """What a rule returns that leaves the rest to the others."""
-_POSITIONS_OF_SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}
-"""Where the argument stands that asks for a sparse gradient."""
 _OPERATOR_RULES: dict[Any, Callable[[HostTensors, Any, Any, Any], Any]] = {
-    **dict.fromkeys(_POSITIONS_OF_SPARSE, HostTensors.embed),
+    **dict.fromkeys((aten.embedding.default, aten._embedding_bag.default), HostTensors.embed),
     aten._local_scalar_dense.default: HostTensors.read_number,
     aten.equal.default: HostTensors.compare,
     aten.allclose.default: HostTensors.compare,

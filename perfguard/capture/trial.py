@@ -45,12 +45,11 @@ from perfguard.capture.stopwatch import Stopwatch
 from perfguard.capture.trainers import join_trainers
 from perfguard.exceptions import CaptureError, TooLargeError
 from perfguard.graph.kernels import DevicePaths, device_semantics, target_of
-from perfguard.graph.libraries import HOST_OPTIMIZER, PAGED_STATES, replacing
+from perfguard.graph.libraries import replacing
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Recorder, tensors_in
-from perfguard.graph.selections import GENERATED, GROUPED_PRODUCTS
-from perfguard.graph.trace import DATA_PARALLEL, unmodelled
+from perfguard.graph.trace import unmodelled
 from perfguard.pytorch import (
     compiled_parts,
     gc_paused,
@@ -62,6 +61,7 @@ from perfguard.pytorch import (
     random_numbers_kept,
     too_large_named,
 )
+from perfguard.unmodelled import DATA_PARALLEL, GENERATED, GROUPED_PRODUCTS, HOST_OPTIMIZER, KEPT, LBFGS, PAGED_STATES, Unmodelled
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
 
 if TYPE_CHECKING:
@@ -70,10 +70,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-LBFGS = "LBFGS: its history and most of its closures depend on values, and are not counted"
-"""Entry in a graph's ``unmodelled``."""
-KEPT = "training keeps outputs on the device: it is taken to go on so to the end of the epoch"
-"""Another entry."""
 _NO_LOADER = "its batches do not come from a DataLoader, so its steps are not counted"
 _MOST_WHOLE_STEPS = 5
 """Steps of inputs that were not seen before, after which a loop that no loader feeds is not worth a replay."""
@@ -167,7 +163,7 @@ class _Traits:
     is_channels_last: bool = False
     is_compiled: bool = False
     compiled_parts: list[str] = field(default_factory=list)
-    unmodelled: set[str] = field(default_factory=set)
+    unmodelled: set[Unmodelled] = field(default_factory=set)
     """What the graph does not account for of the optimizers and of DataParallel."""
     has_engine: bool = False
     """Whether DeepSpeed trains."""
@@ -788,6 +784,6 @@ class Watch:
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
                 *((GENERATED,) if mode == "train" and self.generations.are_cut(span.begin, span.end) else ()),
-                *(text for text in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT, DATA_PARALLEL) if text in self._traits.unmodelled),
+                *(gap for gap in (PAGED_STATES, HOST_OPTIMIZER, LBFGS, KEPT, DATA_PARALLEL) if gap in self._traits.unmodelled),
             ),
         )

@@ -17,7 +17,6 @@ from perfguard.cli.subject import add_subject_arguments, chance, check_subject, 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.risk_budget import SMALL_CHANCE
-from perfguard.unmodelled import codes_of
 from perfguard.verdict import check_chance
 
 if TYPE_CHECKING:
@@ -172,6 +171,6 @@ def _numbers_of(verdict: Verdict) -> dict[str, Any]:
         "limits": limits,
         "predictor": None if prediction is None else prediction.predictor,
         "trained_on_device": None if prediction is None else prediction.trained_on_device,
-        "unmodelled": [] if prediction is None else list(prediction.unmodelled),
-        "unmodelled_codes": [] if prediction is None else codes_of(prediction.unmodelled),
+        "unmodelled": [] if prediction is None else [gap.sentence for gap in prediction.unmodelled],
+        "unmodelled_codes": [] if prediction is None else [gap.code for gap in prediction.unmodelled],
     }

@@ -16,7 +16,7 @@ from perfguard.devices import Device, catalog, mig_instance, resolve_device, sma
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
-from perfguard.unmodelled import codes_of, notes_of_unmodelled
+from perfguard.unmodelled import notes_of_unmodelled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -291,8 +291,8 @@ def _as_json(
         "memory_parts_bytes": dict(prediction.memory_parts_bytes),
         "time_parts_s": dict(prediction.time_parts_s),
         "time_by_kind_s": dict(prediction.time_by_kind_s),
-        "unmodelled": list(prediction.unmodelled),
-        "unmodelled_codes": codes_of(prediction.unmodelled),
+        "unmodelled": [gap.sentence for gap in prediction.unmodelled],
+        "unmodelled_codes": [gap.code for gap in prediction.unmodelled],
     }
 
 

@@ -17,12 +17,11 @@ from perfguard.graph.roofline import (
     work_s,
 )
 from perfguard.graph.selections import assumed_log_sigma, has_assumed_sizes, unknown_operators, unknown_span
-from perfguard.graph.trace import TRACED_AS_EAGER, trace
+from perfguard.graph.trace import trace
 
 __all__ = [
     "KIND_INDEX",
     "OP_KINDS",
-    "TRACED_AS_EAGER",
     "AllocatorReplay",
     "Op",
     "OpGraph",

@@ -17,6 +17,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from perfguard.exceptions import TraceError
+from perfguard.graph.arguments import argument_of
+from perfguard.graph.shape_rules import NO_REDUCTION
 
 OP_KINDS = (
     "conv",
@@ -171,7 +173,8 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
     if name.startswith("_scaled_dot_product_"):  # torch's counter of before 2.12 refuses fewer heads of keys than of queries
         backward = name.endswith("_backward")
         shapes = (tensor.shape for tensor in args[backward : backward + 3])
-        return (_attention_backward_flops if backward else attention_flops)(*shapes, causal=_is_causal(func, args, kwargs))
+        is_causal = bool(argument_of(func, args, kwargs, "is_causal"))
+        return (_attention_backward_flops if backward else attention_flops)(*shapes, causal=is_causal)
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
@@ -198,18 +201,46 @@ def _flops_by_formula(func: torch._ops.OpOverload, name: str, args: Sequence[Any
     return flops
 
 
-def cuda_workspace(name: str, args: Sequence[Any]) -> torch.Tensor | None:
-    """A tensor on meta like the one that CUDA's kernel of ``name`` makes beside its outputs while it runs. None: it makes none.
+def cuda_workspace(func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A tensor on meta like what CUDA's kernel of ``func`` makes beside its outputs while it runs. None: it makes nothing."""
+    rule = _WORKSPACES.get(name)
+    return None if rule is None else rule(func, args, kwargs)
 
-    Softmax first multiplies its gradient with its output (`softmax_backward_cuda_out` of SoftMax.cu). An embedding of more than
-    3,072 indices is summed in parts of up to ten rows, in float32 (`embedding_backward_cuda_kernel`, NROWS_PER_THREAD).
-    """
-    if name == "_softmax_backward_data":
-        return torch.empty_like(args[0], device="meta")
-    if name == "embedding_dense_backward" and (number := args[1].numel()) > 3072:
-        width, dtype = args[0].shape[-1], torch.promote_types(args[0].dtype, torch.float32)
-        return torch.empty(number // 10 + min(number, args[2]), -(-width // 32) * 32, dtype=dtype, device="meta")
-    return None
+
+def _softmax_backward_workspace(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Its gradient times its output (`softmax_backward_cuda_out` of SoftMax.cu)."""
+    return torch.empty_like(args[0], device="meta")
+
+
+def _embedding_backward_workspace(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Sums of parts of up to ten rows, in float32, of more than 3,072 indices (`embedding_backward_cuda_kernel`)."""
+    number = args[1].numel()
+    if number <= 3072:
+        return None
+    width, dtype = args[0].shape[-1], torch.promote_types(args[0].dtype, torch.float32)
+    return torch.empty(number // 10 + min(number, args[2]), -(-width // 32) * 32, dtype=dtype, device="meta")
+
+
+def _loss_workspace(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The losses of all elements, of which a mean or a sum is taken; of logits, their log-sigmoid, too (Loss.cpp)."""
+    is_reduced = argument_of(func, args, kwargs, "reduction") != NO_REDUCTION
+    number = int(is_reduced) + int(func is torch.ops.aten.binary_cross_entropy_with_logits.default)
+    if not number:
+        return None
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return torch.empty(number, *shape, dtype=torch.result_type(args[0], args[1]), device="meta")
+
+
+_WORKSPACES: Mapping[str, Callable[..., torch.Tensor | None]] = {
+    "_softmax_backward_data": _softmax_backward_workspace,
+    "embedding_dense_backward": _embedding_backward_workspace,
+    "mse_loss": _loss_workspace,
+    "smooth_l1_loss": _loss_workspace,
+    "huber_loss": _loss_workspace,
+    "binary_cross_entropy_with_logits": _loss_workspace,
+}
 
 
 def elementwise_flops(kind: str, num_inputs: int, num_outputs: int) -> int:
@@ -265,12 +296,6 @@ def _num_scores(queries: int, keys: int, *, causal: bool) -> int:
         return queries * keys
     meeting = min(queries, keys)
     return meeting * (meeting + 1) // 2 + (queries - meeting) * keys
-
-
-def _is_causal(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Value of the argument ``is_causal`` of a fused attention kernel. Each has it at another place."""
-    at = next((at for at, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"), len(args))
-    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
 
 
 def _fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:

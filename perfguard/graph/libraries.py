@@ -25,10 +25,6 @@ from perfguard.graph.shape_rules import META, empty_twin, is_meta
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
-HOST_OPTIMIZER = "optimizer on the host: the time of its step and of the copies to it and back is not counted"
-PAGED_STATES = "paged optimizer: its states may leave the GPU; their bytes and the time to move them are not counted"
-TRITON = "kernels of Triton: their bytes are counted, their arithmetic is not"
-"""Entries in a graph's ``unmodelled``."""
 _library = torch.library.Library("perfguard", "FRAGMENT")
 _library.define("triton_kernel(Tensor[] read, Tensor(a!)[] written) -> ()")
 

@@ -31,14 +31,13 @@ import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
 from perfguard.graph.allocator import replay_allocator
-from perfguard.graph.libraries import HOST_OPTIMIZER
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
-from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.unmodelled import GROUPED_PRODUCTS, HOST_OPTIMIZER, Unmodelled, said_before
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _LASTING = (
     StorageKind.PARAMETER,
     StorageKind.BUFFER,
@@ -62,8 +61,8 @@ class OpGraph:
     options: tuple[str, ...] = field(default=())
     """Other switches: "compiled", "cudnn_benchmark", "ddp", "deepspeed", "fsdp", "tp", "ema"; "tf32" everywhere in fp32,
     "no-tf32" nowhere. Of one operator out of a table: "operator" if the host's launch is timed too, "kernel" if not."""
-    unmodelled: tuple[str, ...] = field(default=())
-    """Parts that the trace does not account for, in words. It names every such part."""
+    unmodelled: tuple[Unmodelled, ...] = field(default=())
+    """Parts that the trace does not account for, each a code and a sentence. It names every such part."""
 
     @cached_property
     def lifetimes(self) -> npt.NDArray[np.int64]:
@@ -223,7 +222,7 @@ class OpGraph:
             "precision": self.precision,
             "layout": self.layout,
             "options": self.options,
-            "unmodelled": self.unmodelled,
+            "unmodelled": [(gap.code, gap.sentence) for gap in self.unmodelled],
             "storages": [tuple(storage) for storage in self.storages],
             "ops": [(*op[:-1], dict(op.attributes)) for op in self.ops],
         }
@@ -255,7 +254,7 @@ class OpGraph:
                 precision=document["precision"],
                 layout=document["layout"],
                 options=tuple(document.get("options", ())),  # since schema 2
-                unmodelled=tuple(document["unmodelled"]),
+                unmodelled=tuple(map(_gap_from_json, document["unmodelled"])),
             )
             known, end = range(len(graph.storages)), len(graph.ops)
             if any(index not in known for op in graph.ops for index in (*op.inputs, *op.outputs)) or any(
@@ -265,6 +264,10 @@ class OpGraph:
             return graph
         except (zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WorkloadError(f"A stored graph is damaged ({error}); trace the workload again.") from error
+
+
+def _gap_from_json(row: str | list[str]) -> Unmodelled:
+    return said_before(row) if isinstance(row, str) else Unmodelled(*row)  # with its code since schema 4
 
 
 def _op_from_json(row: list[Any]) -> Op:

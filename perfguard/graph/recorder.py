@@ -387,7 +387,7 @@ class Recorder(TorchDispatchMode):
             return
         read = tuple(dict.fromkeys(self.index_of(tensor, birth=self._birth_of_unseen) for tensor in inputs))
         written = tuple(dict.fromkeys(map(self.index_of, outputs)))
-        workspace = None if self._is_cpu else cuda_workspace(operator.name, args)
+        workspace = None if self._is_cpu else cuda_workspace(func, operator.name, args, kwargs)
         if workspace is not None:
             self.index_of(workspace)  # it lives until the operator is written down
         self.selections.note(func, operator.name, args, kwargs, out)

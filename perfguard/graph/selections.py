@@ -24,17 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from perfguard.graph.arguments import argument_of
 from perfguard.graph.shape_rules import META, is_meta
+from perfguard.unmodelled import EVEN_CHOICES, GENERATED, GROUPED_PRODUCTS, HALF_CHOSEN, Unmodelled
 
 if TYPE_CHECKING:
     from perfguard.graph.opgraph import OpGraph
 
 aten = torch.ops.aten
-EVEN_CHOICES = "experts and other choices by index: tokens are assumed to be spread evenly"
-HALF_CHOSEN = "selections whose size depends on the data: half of the elements is assumed"
-GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
-GENERATED = "text generated within a step: the time of its first tokens alone is counted"
-"""Entries in a graph's ``unmodelled``. A grouped product has the same bytes for any spread."""
 _ARG = ("argmax", "argmin")
 _KEEPING = ("clone", "_to_copy", "index", "index_select", "gather", "mul", "bitwise_and", "logical_and")
 _KEEPING_IN_PLACE = ("mul_", "bitwise_and_", "logical_and_")
@@ -64,8 +61,8 @@ class Selections:
     def __init__(self, storage_index: Callable[[torch.Tensor], int]) -> None:
         self._storage_index = storage_index
         self._by_storage: dict[int, _Known] = {}
-        self.assumed: dict[str, None] = {}
-        """Texts for the graph's ``unmodelled``, in the order of the selections."""
+        self.assumed: dict[Unmodelled, None] = {}
+        """Entries of the graph's ``unmodelled``, in the order of the selections."""
         self.are_read = True
         """False while positions only select: no loop reads them."""
         self.are_few = False
@@ -116,7 +113,7 @@ class Selections:
         if name == "arange":
             return _Known(Fraction(1, max(out.numel(), 1)), "classes", out.numel())
         if name in _ARG or isinstance(out, tuple):
-            dim = _argument(func, args, kwargs, "dim")
+            dim = argument_of(func, args, kwargs, "dim")
             number = args[0].numel() if dim is None or not args[0].dim() else args[0].size(dim)
             return _Known(Fraction(1, max(number, 1)), "indices")
         if name in ("scatter", "scatter_"):
@@ -166,13 +163,6 @@ def is_mask(index: Any) -> bool:
     return is_meta(index) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _argument(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    return None
-
-
 def has_assumed_sizes(graph: OpGraph) -> bool:
     """Whether sizes in ``graph`` depend on an assumption about the data."""
     return EVEN_CHOICES in graph.unmodelled or HALF_CHOSEN in graph.unmodelled
@@ -188,7 +178,7 @@ def assumed_log_sigma(graph: OpGraph, target: str) -> float:
         GROUPED_PRODUCTS: {"memory": 0.0, "time": 0.1},
         GENERATED: {"memory": 0.0, "time": 1.4},
     }
-    return math.hypot(*(log_sigmas[text][target] for text in graph.unmodelled if text in log_sigmas))
+    return math.hypot(*(log_sigmas[gap][target] for gap in graph.unmodelled if gap in log_sigmas))
 
 
 def unknown_operators(graph: OpGraph) -> dict[int, int]:

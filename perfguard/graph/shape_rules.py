@@ -1,4 +1,4 @@
-"""Outputs of operators on meta, by their shapes alone: of the most frequent, and of those for which PyTorch has no meta kernel.
+"""Outputs of operators on meta, by their shapes alone: of the most frequent, and where PyTorch's meta kernel lacks or errs.
 
 For some operators PyTorch's meta kernel is a decomposition in Python that takes a millisecond, and a network calls them a hundred
 times. A rule makes the same outputs (shape, strides, dtype) in a few microseconds where the case is plain, and declines
@@ -7,14 +7,19 @@ times. A rule makes the same outputs (shape, strides, dtype) in a few microsecon
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from perfguard.graph.arguments import argument_of
+
 aten = torch.ops.aten
 META = torch.device("meta")
 """Where the tensors of a step are. The word "meta" is the user's: in a dry run, what a script makes there takes no memory."""
+NO_REDUCTION = 0
+"""Of the argument `reduction` of a loss: one for each element (`at::Reduction`)."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -166,6 +171,23 @@ def _sum(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, 
     return _empty(shape, x.dtype)
 
 
+def _in_place_of_its_losses(own: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """A mean or a sum in the storage of the losses of all elements, which the kernels of CPU and CUDA resize to one number.
+
+    (`mse_loss`, `smooth_l1_loss` and `soft_margin_loss` of Loss.cpp; `binary_cross_entropy_out` there and in Loss.cu.) PyTorch's
+    own meta kernels return a number in a storage of its own.
+    """
+    if argument_of(own, args, kwargs, "reduction") == NO_REDUCTION:
+        return NotImplemented
+    given = {argument.name: value for argument, value in zip(own._schema.arguments, args, strict=False)}
+    losses = own(**given | kwargs | {"reduction": NO_REDUCTION})
+    return losses.resize_(())
+
+
+def _gradient_of_input(grad: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return _empty(x.shape, x.dtype)
+
+
 def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *_: Any) -> Any:
     """Losses, and the forward variables of each time step: of blanks and letters of the longest target (Graves et al. 2006)."""
     most_steps, number = log_probs.shape[:2]
@@ -203,6 +225,7 @@ def _batch_norm_backward_elemt(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> 
 
 
 Rule = Callable[..., Any]
+_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.binary_cross_entropy.default)
 SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
@@ -224,10 +247,16 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     **dict.fromkeys((aten._foreach_sqrt.default, aten._foreach_add.List), _list),
 }  # fmt: skip
 
+UNLIKE_META_KERNEL: dict[torch._ops.OpOverload, Rule] = {
+    loss: functools.partial(_in_place_of_its_losses, loss) for loss in _LOSSES
+}
+"""Of operators whose outputs have other storages on meta than on a device."""
 WITHOUT_META_KERNEL: dict[torch._ops.OpOverload, Rule] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten.multi_margin_loss_backward.default: _gradient_of_input,
+    aten.multilabel_margin_loss_backward.default: _gradient_of_input,
     aten.batch_norm_stats.default: _batch_norm_stats,
     aten.batch_norm_gather_stats_with_counts.default: _batch_norm_stats,
     aten.batch_norm_elemt.default: _batch_norm_elemt,
@@ -236,10 +265,12 @@ WITHOUT_META_KERNEL: dict[torch._ops.OpOverload, Rule] = {
 }
 """Of operators that only a rule can run."""
 
+_RULES: dict[torch._ops.OpOverload, Rule] = SHAPE_RULES | UNLIKE_META_KERNEL | WITHOUT_META_KERNEL
+
 
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the output of ``func``: on meta by its rule, if it has one, or else from PyTorch's own kernel."""
-    rule = SHAPE_RULES.get(func) or WITHOUT_META_KERNEL.get(func)
+    rule = _RULES.get(func)
     firsts = (x[0] if type(x) is list and x else x for x in args)
     if rule is not None and any(map(is_meta, firsts)):  # of the host's tensors, the values are needed
         out = rule(*args, **kwargs)

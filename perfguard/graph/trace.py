@@ -22,12 +22,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from perfguard.exceptions import PerfGuardError, TraceError, WorkloadError
 from perfguard.graph.kernels import DevicePaths, Target, device_semantics, target_of
-from perfguard.graph.libraries import PAGED_STATES, TRITON, constants_of_4bit, unquantized_layers
+from perfguard.graph.libraries import constants_of_4bit, unquantized_layers
 from perfguard.graph.op import Phase, StorageKind
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph.recorder import Recorder, tensors_in
-from perfguard.graph.selections import GROUPED_PRODUCTS
 from perfguard.graph.shape_rules import META, empty_twin
 from perfguard.pytorch import (
     compiled_parts,
@@ -39,15 +38,25 @@ from perfguard.pytorch import (
     random_numbers_kept,
     too_large_named,
 )
+from perfguard.unmodelled import (
+    CPU_AUTOCAST,
+    DATA_PARALLEL,
+    DDP_ALL_REDUCE,
+    GROUPED_PRODUCTS,
+    OPAQUE_FUNCTIONS,
+    OWN_STEP_AUTOCAST,
+    PAGED_STATES,
+    PARTS_TRACED_AS_EAGER,
+    RNN_WORKSPACE,
+    TRACED_AS_EAGER,
+    TRITON,
+    Unmodelled,
+)
 from perfguard.workload import TensorSpec, Workload, mapped
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
-"""Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
-DATA_PARALLEL = "DataParallel: judged as one module, with the whole batch on one GPU"
-"""Another entry."""
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 _PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
@@ -149,7 +158,7 @@ class _Tracer:
             ),
         )
 
-    def _unmodelled(self) -> Iterator[str]:
+    def _unmodelled(self) -> Iterator[Unmodelled]:
         workload = self._workload
         parts = [*compiled_parts(workload.model), *(n for n in ("loss", "step") if is_compiled(getattr(workload, n)))]
         yield from unmodelled(
@@ -162,11 +171,11 @@ class _Tracer:
         if has_data_parallel(workload.model):
             yield DATA_PARALLEL
         if workload.precision in _AUTOCAST and workload.step is not None:
-            yield "a step of your own: autocast is only where the step itself enters it"
+            yield OWN_STEP_AUTOCAST
         if self._has_paged_states:
             yield PAGED_STATES
         if workload.ddp:
-            yield "DDP: the buckets are counted, the time of the all-reduce is not"
+            yield DDP_ALL_REDUCE
 
     def _initialize_lazy_parameters(self) -> None:
         """Lazy modules get their shapes from a first batch, as in the user's own code."""
@@ -386,19 +395,19 @@ def _average_over_processes(buckets: Sequence[Sequence[tuple[nn.Parameter, torch
 
 def unmodelled(
     target: Target, names: set[str], *, precision: str, compiled: bool, compiled_parts: Sequence[str]
-) -> Iterator[str]:
+) -> Iterator[Unmodelled]:
     """Say what a trace does not account for, of a step with operators of those ``names``."""
     if precision in _AUTOCAST and target.is_cpu:
-        yield "autocast on the CPU: traced with CUDA's lists of operators"
+        yield CPU_AUTOCAST
     if compiled:
         yield TRACED_AS_EAGER
     elif compiled_parts:
         others = f" and {len(compiled_parts) - 4} more" if len(compiled_parts) > 4 else ""
-        yield f"torch.compile: compiled parts are predicted as eager: {', '.join(compiled_parts[:4])}{others}"
+        yield PARTS_TRACED_AS_EAGER.of(", ".join(compiled_parts[:4]) + others)
     if "fused_rnn" in names:
-        yield "recurrent layers: the workspace of cuDNN is an estimate"
+        yield RNN_WORKSPACE
     if "opaque" in names:
-        yield "opaque functions: their bytes are counted, their arithmetic is not"
+        yield OPAQUE_FUNCTIONS
     if "triton_kernel" in names:
         yield TRITON
 

@@ -15,6 +15,7 @@ from perfguard.graph.kernels import Target, target_of
 from perfguard.onnx.fusions import Fuser
 from perfguard.onnx.operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
 from perfguard.onnx.read import DEFAULT_MAX_BYTES, Dims, Network, Node, read_network
+from perfguard.unmodelled import ONNX_OPAQUE, ONNX_QUANTISED, ONNX_UNKNOWN_SHAPES, Unmodelled
 from perfguard.workload import Tf32, tf32_instead, tf32_options
 
 if TYPE_CHECKING:
@@ -318,14 +319,13 @@ class _Builder:
         most = max(sizes, key=lambda dtype: sizes[dtype], default="float32")
         return {dtype: precision for precision, dtype in _HALF.items()}.get(most, "fp32")
 
-    def _unmodelled(self) -> Iterator[str]:
+    def _unmodelled(self) -> Iterator[Unmodelled]:
         if self._opaque:
             named = ", ".join(f"{name} ({number})" for name, number in self._opaque.most_common(4))
             more = ", ..." if len(self._opaque) > 4 else ""
-            text = "opaque operators: their bytes are counted, their arithmetic is not, and intervals are wider for it"
-            yield f"{text}: {named}{more}"
+            yield ONNX_OPAQUE.of(named + more)
         if self._shapeless:
             named = ", ".join(name[:40] for name in self._shapeless[:4])
-            yield f"{len(self._shapeless)} operators whose output shape depends on the data, not counted: {named}"
+            yield ONNX_UNKNOWN_SHAPES.of(len(self._shapeless), named)
         if any(node.op_type in QUANTISED for node in self._nodes):
-            yield "quantised operators: bytes as stored, arithmetic at the rate of float32, each operator on its own"
+            yield ONNX_QUANTISED

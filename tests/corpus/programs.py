@@ -18,7 +18,6 @@ PROGRAMS: Mapping[Program, int | None] = {
 FURTHER = {
     "masked_words": 0.06,  # scaled_dot_product_attention of a CPU keeps something else than the kernel of a GPU
     "actor_and_critic": 0.06,  # the first step after a rollout is 5% higher than in the real run; why is not known
-    "diffusion": 0.05,  # mse_loss returns its mean in a storage as large as its inputs (PyTorch 2.13), and does not on meta
 }
 """By how much the bytes of a dry run differ from those of the real run, where that is more than 1%, and why."""
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from perfguard.devices import Device, resolve_device
 from perfguard.graph import OpGraph, trace
-from perfguard.graph.selections import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.predictor import Prediction
+from perfguard.unmodelled import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.workload import Workload
 from perfguard_models import guardnet
 from tests.doubles import TOY_CPU

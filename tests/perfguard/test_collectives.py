@@ -14,6 +14,7 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError
 from perfguard.graph import Op, OpGraph, Phase
 from perfguard.log_tables import device_from_json, device_row
+from perfguard.unmodelled import NETWORK_ASSUMED
 from tests.perfguard.capture.toy_ranks import dry_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # this build has no NCCL, and PyTorch says so
@@ -109,7 +110,7 @@ def test_links_of_one_rank_add_nothing_and_the_spread_grows_with_ranks() -> None
     unstated = link_times(graphs[-1], replace(DEVICE, network_bytes_per_s=0.0), np.array([1.0, 0.0]))
     assert unstated
     assert unstated.log_sigma > sigmas[-1]
-    assert unstated.assumed == ("the network between the nodes is not stated: 12.5 GB/s for each GPU are assumed",)
+    assert unstated.assumed == (NETWORK_ASSUMED.of("12.5 GB/s"),)
 
 
 @pytest.mark.parametrize("way", ["DDP", "FSDP2"])

@@ -15,9 +15,10 @@ from torch import nn
 
 from perfguard import predict
 from perfguard.devices import resolve_device
-from perfguard.graph import TRACED_AS_EAGER, trace
+from perfguard.graph import trace
 from perfguard.graph.cache import structure_of
 from perfguard.graph.kernels import target_of
+from perfguard.unmodelled import PARTS_TRACED_AS_EAGER, TRACED_AS_EAGER
 from perfguard.workload import Workload
 
 SHAPE = (16, 8)
@@ -161,7 +162,7 @@ def test_compiled_model_counts_whatever_is_said() -> None:
 def test_compiled_part_is_traced_as_eager_and_named(make: Callable[..., nn.Module], path: str, device: str, options: Any) -> None:
     graph = trace(Workload(made_on(device, make), SHAPE, **options))
     assert graph.options == ()
-    assert graph.unmodelled == (f"torch.compile: compiled parts are predicted as eager: {path}",)
+    assert graph.unmodelled == (PARTS_TRACED_AS_EAGER.of(path),)
     eager = trace(Workload(made_on(device, Net), SHAPE, **options))
     assert replace(graph, unmodelled=()).content_hash == eager.content_hash
     assert not compiled_graphs

@@ -19,10 +19,10 @@ import pytest
 from perfguard import Estimate, Limit, Measurement, MeasurementStore, Prediction, Verdict
 from perfguard.cli import main
 from perfguard.exceptions import ConfigurationError, LogError
-from perfguard.graph.trace import DATA_PARALLEL
 from perfguard.log import Selection
 from perfguard.record import TrialRecord
 from perfguard.report import Report, page_of, read_report, write_report
+from perfguard.unmodelled import DATA_PARALLEL
 from tests.doubles import TOY_GPU
 
 if TYPE_CHECKING:

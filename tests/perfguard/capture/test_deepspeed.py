@@ -15,7 +15,7 @@ from perfguard.capture.deepspeed_engine import _Kernels
 from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError
 from perfguard.graph import Phase, StorageKind
-from perfguard.graph.libraries import HOST_OPTIMIZER
+from perfguard.unmodelled import HOST_OPTIMIZER
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_deepspeed import train
 from tests.perfguard.capture.toy_ranks import bytes_of, in_a_child, language_model

@@ -21,8 +21,7 @@ from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError, TraceError
 from perfguard.graph import StorageKind, trace
-from perfguard.graph.libraries import PAGED_STATES, TRITON
-from perfguard.graph.selections import GENERATED
+from perfguard.unmodelled import GENERATED, PAGED_STATES, TRITON
 from perfguard.workload import CapturedTrial, Workload
 from tests.perfguard.capture import toy_liger
 from tests.perfguard.capture.toy_allocated import begins, peak_of_last_step

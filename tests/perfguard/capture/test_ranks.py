@@ -33,7 +33,7 @@ from perfguard.cli import main
 from perfguard.devices import resolve_device
 from perfguard.exceptions import CaptureError
 from perfguard.graph import StorageKind
-from perfguard.graph.libraries import HOST_OPTIMIZER
+from perfguard.unmodelled import HOST_OPTIMIZER, NCCL_BUFFERS, NO_PROCESS_GROUP
 from tests.perfguard.capture import toy_offloaded
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_ranks import (
@@ -238,7 +238,7 @@ def test_collectives_are_operators_that_write_their_buffers() -> None:
     assert sum(op.bytes_written for op in reduces) == PARAMETER_BYTES
     assert {op.kind for op in reduces} == {"copy"}
     assert graph.options == ("batch-on-device", "ddp")
-    assert graph.unmodelled[0].startswith("rank 0 of 2: NCCL's buffers beyond those of an all-reduce are not counted")
+    assert graph.unmodelled[0] == NCCL_BUFFERS.of(0, 2)
 
 
 def test_the_compiler_finds_the_overloads_of_what_is_replaced() -> None:
@@ -265,7 +265,7 @@ def test_the_environment_of_torchrun_says_rank_and_size(monkeypatch: pytest.Monk
         seen.append((dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()))
         train(WAYS["FSDP2"]("cuda"), "cuda")
 
-    assert capture(run, A100).graph.unmodelled[0].startswith("rank 3 of 8")
+    assert capture(run, A100).graph.unmodelled[0] == NCCL_BUFFERS.of(3, 8)
     assert seen == [(3, 8, 8)]
     assert not dist.is_initialized()
 
@@ -367,12 +367,12 @@ def test_spawned_function_is_dry_run_as_the_first_process() -> None:
 
 def test_a_group_of_before_is_replaced(group_of_before: None) -> None:
     captured = in_a_child(lambda: train(WAYS["DDP"]("cuda"), "cuda"))
-    assert captured.graph.unmodelled[0].startswith("rank 1 of 2")
+    assert str(captured.graph.unmodelled[0]).startswith("rank 1 of 2")
 
 
 def test_what_is_not_wrapped_or_wrapped_as_one_is_said() -> None:
     def said_of(make: Callable[[], nn.Module]) -> str:
-        return "; ".join(capture(objective(make), A100).graph.unmodelled)
+        return "; ".join(map(str, capture(objective(make), A100).graph.unmodelled))
 
     def as_one() -> nn.Module:
         model = language_model().cuda()
@@ -490,7 +490,7 @@ def test_world_size_is_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_world_size_without_a_process_group_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     graph = capture(lambda: train(language_model().cuda(), "cuda"), A100).graph
-    assert graph.unmodelled == ("8 processes are stated, but no process group is made: what is judged is one process by itself",)
+    assert graph.unmodelled == (NO_PROCESS_GROUP.of(8),)
 
 
 def test_synchronized_batch_norm_sends_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from perfguard.capture.real import RealStep
 from perfguard.capture.trial import capture
 from perfguard.devices import resolve_device
 from perfguard.graph import StorageKind
+from perfguard.unmodelled import OPAQUE_FUNCTIONS
 from perfguard.workload import CapturedTrial
 
 CPU = resolve_device("cpu")
@@ -152,7 +153,7 @@ def test_step_that_depends_on_chance_is_no_difference() -> None:
 )
 def test_what_cannot_be_compared_is_not_recorded(changes: Any) -> None:
     found = shallow()
-    changes = {"graph": replace(found.graph, unmodelled=("opaque",))} if changes == "unmodelled" else changes
+    changes = {"graph": replace(found.graph, unmodelled=(OPAQUE_FUNCTIONS,))} if changes == "unmodelled" else changes
     with watching(RealStep(replace(found, **changes), "cpu")) as step:
         train(perceptron(8))
     assert (step.ops, step.difference) == ([], None)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from perfguard.devices import resolve_device
 from perfguard.exceptions import WorkloadError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
+from perfguard.unmodelled import Unmodelled
 from tests.models import oracle
 
 
@@ -25,7 +26,9 @@ def op(inputs: tuple[int, ...], outputs: tuple[int, ...], **attributes: Any) -> 
 
 
 def graph_of(ops: tuple[Op, ...], storages: tuple[Storage, ...]) -> OpGraph:
-    return OpGraph(ops, storages, mode="train", precision="fp32", layout="nchw", unmodelled=("nothing much",))
+    return OpGraph(
+        ops, storages, mode="train", precision="fp32", layout="nchw", unmodelled=(Unmodelled("little", "nothing much"),)
+    )
 
 
 #                        -1     0     1     2
@@ -134,7 +137,7 @@ def test_damaged_bytes_are_refused(damage: Any) -> None:
 def test_a_graph_of_a_newer_perfguard_is_refused() -> None:
     document = json.loads(zlib.decompress(BY_HAND.to_bytes()))
     document["schema"] += 1
-    with pytest.raises(WorkloadError, match=r"has schema 4, this PerfGuard reads up to 3.*Update perfguard"):
+    with pytest.raises(WorkloadError, match=r"has schema 5, this PerfGuard reads up to 4.*Update perfguard"):
         OpGraph.from_bytes(zlib.compress(json.dumps(document).encode()))
 
 

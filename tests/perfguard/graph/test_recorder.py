@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-from perfguard.graph import Phase, trace
+from perfguard.graph import OpGraph, Phase, trace
 from perfguard.graph.recorder import Recorder
 from perfguard.workload import TensorSpec, Workload
 from tests.perfguard.graph.parts import Apply, total
@@ -94,3 +96,35 @@ def test_many_indices_of_an_embedding_are_summed_in_parts_on_a_gpu(tokens: int, 
     at = [[op.name for op in graph.ops].index("embedding_dense_backward") for graph in graphs]
     on_gpu, on_cpu = (graph.bytes_by_kind(index) for graph, index in zip(graphs, at, strict=True))
     assert sum(on_gpu.values()) - sum(on_cpu.values()) == rows * 64 * 4
+
+
+def profiled_peak(loss: Callable[..., torch.Tensor], reduction: str) -> int:
+    """The largest number of bytes that a ``loss`` of 1,000 elements holds on the CPU, as the profiler of PyTorch sees it."""
+    x, target = torch.full((1000,), 0.5), torch.full((1000,), 0.25)
+    loss(x, target, reduction=reduction)
+    with profile(profile_memory=True) as profiled:
+        kept = loss(x, target, reduction=reduction)
+    assert profiled.profiler is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes: list[int] = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    del kept
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+    ],
+)  # fmt: skip
+def test_a_loss_takes_what_the_profiler_sees_while_it_runs(loss: Callable[..., torch.Tensor], reduction: str) -> None:
+    with torch.device("meta"):
+        x, target = torch.empty(1000), torch.empty(1000)
+    with Recorder([], is_cpu=False) as recorder:
+        kept = loss(x, target, reduction=reduction)
+    graph = OpGraph(tuple(recorder.ops), recorder.storages(), mode="infer", precision="fp32", layout="nchw")
+    del kept
+    beside_inputs = graph.peak_live_bytes - x.nbytes - target.nbytes
+    assert beside_inputs == pytest.approx(profiled_peak(loss, reduction), abs=64)  # numbers that are freed at once

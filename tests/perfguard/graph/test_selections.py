@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perfguard.exceptions import TraceError
 from perfguard.graph import OpGraph, Phase, has_assumed_sizes, trace
-from perfguard.graph.selections import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
+from perfguard.unmodelled import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.workload import TensorSpec, Workload
 from tests.perfguard.graph.parts import Apply, total
 

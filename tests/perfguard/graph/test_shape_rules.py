@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfguard.graph.shape_rules import SHAPE_RULES, WITHOUT_META_KERNEL
+from perfguard.graph.shape_rules import SHAPE_RULES, UNLIKE_META_KERNEL, WITHOUT_META_KERNEL, outputs_of
 
 aten = torch.ops.aten
 LAYOUTS = ("contiguous", "channels_last", "transposed", "expanded")
@@ -130,6 +131,34 @@ def test_rules_without_a_meta_kernel_make_what_the_kernel_of_the_host_makes(targ
     for func, args in ((aten._ctc_loss.default, backward[1:5]), (aten._ctc_loss_backward.default, backward)):
         on_meta = [item.to("meta") if isinstance(item, torch.Tensor) else item for item in args]
         assert described(WITHOUT_META_KERNEL[func](*on_meta)) == described(func(*args))
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (3, 4)), ((3, 1), (1, 4)), ((4,), (3, 4))], ids=str)
+@pytest.mark.parametrize("reduction", [None, 0, 1, 2], ids=["default", "none", "mean", "sum"])
+@pytest.mark.parametrize("func", sorted(UNLIKE_META_KERNEL, key=str), ids=str)
+def test_a_loss_has_the_storage_that_the_kernel_of_the_host_leaves(func: Any, reduction: int | None, shapes: Any) -> None:
+    # ATen computes the losses of all elements into the output, and resizes it to one number: its storage stays as large.
+    if func not in (aten.mse_loss.default, aten.smooth_l1_loss.default) and shapes[0] != shapes[1]:
+        return  # only these broadcast
+    x, target = (torch.rand(shape) for shape in shapes)
+    options = {} if reduction is None else {"reduction": reduction}
+    real, seen = func(x, target, **options), outputs_of(func, (x.to("meta"), target.to("meta")), options)
+    assert described(seen) == described(real)
+    assert seen.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+    if reduction != 0:
+        assert seen.untyped_storage().nbytes() == 4 * torch.broadcast_shapes(*shapes).numel()
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_margin_losses_have_gradients_as_large_as_their_inputs(loss: Any) -> None:
+    x = torch.zeros(6, 4, requires_grad=True)
+    target = torch.zeros((6,) if loss is F.multi_margin_loss else (6, 4), dtype=torch.int64)
+    node = loss(x, target).grad_fn
+    real = node(torch.ones(()))
+    func = getattr(aten, f"{loss.__name__}_backward").default
+    assert described(WITHOUT_META_KERNEL[func](meta((), torch.float32), x.to("meta"), target.to("meta"))) == described(
+        next(one for one in (real if isinstance(real, tuple) else (real,)) if one is not None)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
