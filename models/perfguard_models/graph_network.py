@@ -171,6 +171,43 @@ class OperatorConv(MessagePassing):  # type: ignore[misc]  # PyG has no types
         return edge_weight[:, None] * nn.functional.silu(a_i + b_j + e)
 
 
+class UsualMachine(nn.Module):
+    """The seconds of a usual machine that no operator's sizes decide. They are parameters themselves.
+
+    All are logarithms, with a row for GPUs and one for CPUs. `perfguard_research.step_time` has where they start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(2, len(Phase)))
+        self.kind = nn.Parameter(torch.zeros(2, HOST_KINDS // len(Phase), len(Phase)))
+        self.view = nn.Parameter(torch.zeros(2))
+        self.latency = nn.Parameter(torch.zeros(2))
+        self.dependent = nn.Parameter(torch.zeros(2))
+        self.constant = nn.Parameter(torch.zeros(2, 2))  # of inference and of training
+        self.copy = nn.Parameter(torch.zeros(()))  # of a byte
+        self.compiled = nn.Parameter(torch.zeros(()))
+        self.clock_power = nn.Parameter(torch.zeros(()))  # squared, so that it is never negative
+
+    def forward(self, packed: Packed, log_inefficiency: Tensor) -> Clocks:
+        """The clocks of ``packed``, whose operators have these inefficiencies. Shape of the latter: (R,)."""
+        on = packed.is_cpu.long()
+        of_node = packed.node_is_cpu.long()
+        computed = packed.roofline * log_inefficiency.exp() + packed.steps * self.dependent.exp()[of_node]
+        device = computed[packed.order] + packed.launched * self.latency.exp()[on][:, None]
+        launch = (self.phase[:, None] + self.kind).exp().reshape(2, -1)[of_node, packed.host]
+        host = launch[packed.order] + packed.views * self.view.exp()[on][:, None]
+        # In the tables, cards with a higher clock are in machines with a faster host. A better card is never in a slower one.
+        usual = -self.clock_power.square() * packed.clock
+        return Clocks(
+            device * packed.is_launch,
+            host * packed.is_launch * packed.launched * (usual[:, None] + packed.compiled * self.compiled).exp(),
+            (self.constant[on, packed.train] + usual).exp() * packed.started,
+            packed.copied * self.copy.exp(),
+            packed.is_cpu,
+        )
+
+
 class GraphNetwork(nn.Module):
     """See the module's docstring.
 
@@ -194,18 +231,11 @@ class GraphNetwork(nn.Module):
         self.node = nn.Sequential(nn.Linear(hidden, channels), nn.SiLU(), nn.LayerNorm(channels))
         self.rounds = nn.ModuleList(OperatorConv(channels, messages) for _ in range(rounds))
         self.out = nn.Linear(channels, 1)
-        # Logarithms of seconds, with a row for GPUs and one for CPUs. `perfguard_research.step_time` has where they start.
-        self.phase = nn.Parameter(torch.zeros(2, len(Phase)))
-        self.kind = nn.Parameter(torch.zeros(2, HOST_KINDS // len(Phase), len(Phase)))
-        self.view, self.latency, self.dependent = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-        self.constant = nn.Parameter(torch.zeros(2, 2))  # of inference and of training
-        self.copy = nn.Parameter(torch.zeros(()))  # of a byte
-        self.compiled = nn.Parameter(torch.zeros(()))
-        self.clock_power = nn.Parameter(torch.zeros(()))  # squared, so that it is never negative
+        self.machine = UsualMachine()
 
     @property
     def heads(self) -> dict[str, nn.Parameter]:
-        """What fine-tuning moves, by name: the two heads, and the seconds that are parameters themselves."""
+        """What fine-tuning moves, by name: the two heads, and the machine's seconds."""
         encoder = ("name.", "read.", "node.", "rounds.")
         return {name: parameter for name, parameter in self.named_parameters() if not name.startswith(encoder)}
 
@@ -229,21 +259,8 @@ class GraphNetwork(nn.Module):
     def clocks(self, packed: Packed, read: Tensor, changed: Tensor) -> Clocks:
         """The clocks of ``packed``, of which :meth:`encode` has made ``read`` and ``changed``."""
         log_inefficiency = (self.own(read)[:, 0] + self.of_neighbours(changed)).clamp(*_LOG_INEFFICIENCY)
-        on = packed.is_cpu.long()
-        of_node = packed.node_is_cpu.long()
-        computed = packed.roofline * log_inefficiency.exp() + packed.steps * self.dependent.exp()[of_node]
-        device = computed[packed.order] + packed.launched * self.latency.exp()[on][:, None]
-        launch = (self.phase[:, None] + self.kind).exp().reshape(2, -1)[of_node, packed.host]
-        host = launch[packed.order] + packed.views * self.view.exp()[on][:, None]
-        # In the tables, cards with a higher clock are in machines with a faster host. A better card is never in a slower one.
-        usual = -self.clock_power.square() * packed.clock
-        return Clocks(
-            device * packed.is_launch,
-            host * packed.is_launch * packed.launched * (usual[:, None] + packed.compiled * self.compiled).exp(),
-            (self.constant[on, packed.train] + usual).exp() * packed.started,
-            packed.copied * self.copy.exp(),
-            packed.is_cpu,
-        )
+        clocks: Clocks = self.machine(packed, log_inefficiency)
+        return clocks
 
     def forward(self, packed: Packed) -> Clocks:
         """The clocks of ``packed``."""

@@ -123,9 +123,9 @@ class TrainableStepTime(StepTime):
                 nn.init.zeros_(head.weight)
                 nn.init.constant_(head.bias, start)
             for name, seconds in _START_S.items():
-                getattr(network, name).fill_(math.log(seconds))
-            network.constant.copy_(torch.tensor(_START_CONSTANT_S).log())
-            network.clock_power.fill_(_START_CLOCK_POWER**0.5)
+                getattr(network.machine, name).fill_(math.log(seconds))
+            network.machine.constant.copy_(torch.tensor(_START_CONSTANT_S).log())
+            network.machine.clock_power.fill_(_START_CLOCK_POWER**0.5)
         return network
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
@@ -186,14 +186,13 @@ class TrainableStepTime(StepTime):
         self.machines = _Machines(runs)
         network = self.network
         machines = self.machines
-        physical = _physical(network)
-        weights = [parameter for name, parameter in network.named_parameters() if name not in physical]
+        weights = [parameter for name, parameter in network.named_parameters() if not name.startswith("machine.")]
         rate = self.settings["learning_rate"]
         epochs = self.settings["epochs"]
         optimizer = torch.optim.AdamW(
             [
                 {"params": weights, "weight_decay": _WEIGHT_DECAY},
-                {"params": [*physical.values(), *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
+                {"params": [*network.machine.parameters(), *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
             ],
             lr=rate,
             fused=True,
@@ -262,18 +261,13 @@ def smooth_longest_of(paths: torch.Tensor, *, is_launch: torch.Tensor) -> torch.
     return (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
 
 
-def _physical(network: GraphNetwork) -> dict[str, nn.Parameter]:
-    """The seconds that are parameters themselves, by name."""
-    return {name: parameter for name, parameter in network.heads.items() if not name.startswith(("own.", "out."))}
-
-
 def _prior_of(network: GraphNetwork) -> torch.Tensor:
     """Squared distances of kinds from their phase's mean, and ten times those of the constants from their start. Shape: ().
 
     Rare kinds stay at the mean. What one kind of network has in each step is not taken for the host's constant.
     """
     start = torch.tensor(_START_CONSTANT_S).log()
-    return network.kind.square().sum() + 10 * (network.constant - start).square().sum()
+    return network.machine.kind.square().sum() + 10 * (network.machine.constant - start).square().sum()
 
 
 def _drawn(runs: Sequence[Run], seed: int) -> list[Step]:

@@ -133,7 +133,7 @@ def test_damaged_weights_are_refused(damage: Callable[[bytes], bytes]) -> None:
 
 def test_absurd_weights_change_predictions_within_bounds() -> None:
     spoilt = FineTuned.from_bytes(tuned().to_bytes(), learner())
-    spoilt.network.latency.data.fill_(1e30)
+    spoilt.network.machine.latency.data.fill_(1e30)
     again = FineTuned.from_bytes(spoilt.to_bytes(), learner())
     corrections = again.corrections(learner(), [run_of("perceptron", 64, 8, 1.0).step], T4.id)
     assert np.abs(corrections) <= 3.0

@@ -97,7 +97,7 @@ def rewrite_tensors(weights: Path, data: bytes) -> None:
 
 def wrong_shape(weights: Path) -> None:
     tensors = load_file(weights.with_suffix(".safetensors"))
-    tensors["network.kind"] = torch.zeros(2, 2)
+    tensors["network.machine.kind"] = torch.zeros(2, 2)
     save_file(tensors, weights.with_suffix(".safetensors"))
     rewrite_tensors(weights, weights.with_suffix(".safetensors").read_bytes())
 
@@ -118,7 +118,7 @@ def wrong_shape(weights: Path) -> None:
         (lambda weights: rewrite_card(weights, predictor="x"), "no learner 'x', only memory-forest, step-time"),
         (lambda weights: rewrite_card(weights, sha256="0" * 64), "do not match the hash in their card"),
         (lambda weights: rewrite_tensors(weights, b"not a safetensors file"), "do not fit the predictor"),
-        (wrong_shape, r"do not fit the predictor: (?s:.*)size mismatch for kind"),
+        (wrong_shape, r"do not fit the predictor: (?s:.*)size mismatch for machine.kind"),
         (lambda weights: rewrite_card(weights, settings={"depth": 3}), "do not fit the predictor: TypeError.*hidden"),
     ],
 )

@@ -67,8 +67,28 @@ class Convolutions:
         )
         self.stride = stride.max(axis=-1)
         self.dilation = dilation.max(axis=-1)
-        self.taps, self.positions_in, self.positions_out = (
-            some.prod(axis=-1) for some in (self.kernel, self.inputs, self.outputs)
-        )
-        self.narrow_in, self.narrow_out = self.channels_in // self.groups, self.channels_out // self.groups
-        """Channels in one group."""
+
+    @property
+    def taps(self) -> Ints:
+        """Elements of a kernel's window. Shape: (V,)."""
+        return np.asarray(self.kernel.prod(axis=-1))
+
+    @property
+    def positions_in(self) -> Ints:
+        """Elements of a channel of the input. Shape: (V,)."""
+        return np.asarray(self.inputs.prod(axis=-1))
+
+    @property
+    def positions_out(self) -> Ints:
+        """Elements of a channel of the output. Shape: (V,)."""
+        return np.asarray(self.outputs.prod(axis=-1))
+
+    @property
+    def narrow_in(self) -> Ints:
+        """Input channels of one group. Shape: (V,)."""
+        return self.channels_in // self.groups
+
+    @property
+    def narrow_out(self) -> Ints:
+        """Output channels of one group. Shape: (V,)."""
+        return self.channels_out // self.groups
