@@ -76,6 +76,33 @@ def test_a_job_that_fits_nowhere_is_named(tmp_path: Path) -> None:
     assert "resnet-192 fits none of these GPUs" in printed
 
 
+COUNTED = """
+import torch
+model = torch.nn.Linear(4096, 4096).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(50_000):
+    optimizer.zero_grad()
+    model(torch.randn(8192, 4096, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_skypilot_is_told_the_time_of_a_script_on_each_gpu(tmp_path: Path) -> None:
+    example = runpy.run_path(str(EXAMPLES / "skypilot_task.py"))
+    script = tmp_path / "train.py"
+    script.write_text(COUNTED)
+    seconds = example["seconds_by_gpu"](str(script), [])
+    assert seconds.keys() == set(example["GPUS"])
+    assert seconds["T4"] > seconds["V100"] > seconds["A100"] > seconds["H100"] > 60
+    script.write_text(COUNTED.replace("for _ in range(50_000)", "while float(model.weight.sum()) != 1"))
+    with pytest.raises(SystemExit, match=r"`perfguard dry-run .*` says why"):
+        example["seconds_by_gpu"](str(script), [])
+    pytest.importorskip("sky")
+    task = example["task_of"](str(script), ["--epochs", "3"], {"T4": 60, "H100": 10})
+    assert sorted(map(task.estimate_runtime, task.resources)) == [10, 60]
+
+
 @pytest.mark.slow
 def test_the_evolution_runs_measures_and_draws(tmp_path: Path) -> None:
     words = ["--measured", "4", "--trials", "7", "--epochs", "1", "--out", str(tmp_path)]
