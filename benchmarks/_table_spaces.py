@@ -33,7 +33,7 @@ _STEPS = 2000
 """Steps of a trial."""
 _LIVE, _ROOFLINE = STEP_FEATURES.index("log_live"), STEP_FEATURES.index("log_roofline")
 ALL_ROWS = "all rows"
-"""In the name of the space that has also the rows of other networks, see :func:`is_of_another_network`."""
+"""In the name of the space that has also the rows that cannot be, see :func:`is_impossible`."""
 Believed = Mapping[int, tuple[float, float]]
 """Median and standard deviation of the logarithm that were predicted of each run, by its index."""
 
@@ -125,7 +125,7 @@ def spaces_of(runs: Sequence[Run], memory: FoldPredictions, time: FoldPrediction
         for index, run in enumerate(runs)
         if run.table == "workload" and run.mode == "train" and index in of_memory and index in of_time
     }
-    others = {(run.gpu, run.structure): run.model for run in known.values() if is_of_another_network(run)}
+    others = {(run.gpu, run.structure): run.model for run in known.values() if is_impossible(run)}
     mine = {index: run for index, run in known.items() if (run.gpu, run.structure) not in others}
     capacity = next(run.capacity_bytes for run in mine.values() if run.gpu == _RTX3090)
     a100, rtx3090, every = (
@@ -145,11 +145,13 @@ def spaces_of(runs: Sequence[Run], memory: FoldPredictions, time: FoldPrediction
     return limited, timed, sorted({f"{model} ({gpu})" for (gpu, _), model in others.items()})
 
 
-def is_of_another_network(run: Run) -> bool:
-    """Whether the run fitted in less than the tensors that are alive at once in the traced step.
+def is_impossible(run: Run) -> bool:
+    """Whether the run is said to have fitted in less than the tensors that are alive at once in the traced step.
 
-    No allocator can do that, so the run was one of another network under this name. The TResNets of the table ran with in-place
-    activated batch norms, which keep half as much. Today's timm converts their weights (`timm/models/tresnet.py`).
+    No allocator can do that, and a real step has as many alive (`benchmarks/live_bytes.py`). So the run was one of another
+    network under this name: the TResNets of the table ran with in-place activated batch norms, which keep half as much, and
+    today's timm converts their weights (`timm/models/tresnet.py`). Or its reading is not that of a whole step: on the A100, some
+    of these have the very reading of larger batches that are said to have crashed.
     """
     if not run.fits:
         return False

@@ -378,6 +378,12 @@ def _is_named_by_user(device: Any) -> bool:
     return device is not META and (device == "meta" if type(device) is str else getattr(device, "type", "") == "meta")
 
 
+def _is_meta(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the device. The modes, which each question passes otherwise, do not see that one."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta
+
+
 @dataclass(slots=True)
 class _Call:
     """A call of a function of PyTorch, which rules may change."""
@@ -394,7 +400,7 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.source = self.args[0] if self.args and isinstance(self.args[0], torch.Tensor) else None
-        self.on_meta = self.source is not None and self.source.is_meta
+        self.on_meta = self.source is not None and _is_meta(self.source)
 
     @property
     def needs_gradient(self) -> bool:
@@ -437,7 +443,7 @@ class Placement(TorchFunctionMode):
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         answer = self._answers.get(asked_by(func))
-        if answer is not None and len(args) == 1 and args[0].is_meta and not self._recorder.is_forgotten(args[0]):
+        if answer is not None and len(args) == 1 and _is_meta(args[0]) and not self._recorder.is_forgotten(args[0]):
             return answer(args[0])
         if type(func) is types.MethodWrapperType:  # a property of a tensor, most of all calls
             return func(*args) if func.__name__ != "__set__" else self._set(func, *args)
@@ -506,7 +512,11 @@ class Placement(TorchFunctionMode):
     def _read_where_mixed(self, call: _Call) -> None:
         """Let a loader read tensors of the device, such as buffers of a transform, where it works with those of the host too."""
         given = tensors_in((call.args, call.kwargs)) if call.is_read else ()
-        if len({tensor.is_meta for tensor in given if tensor.dim()}) > 1:
+        if len(given) < 2:
+            return
+        with torch._C.DisableTorchFunction():
+            places = {tensor.is_meta for tensor in given if tensor.dim()}
+        if len(places) > 1:
             call.args = tree_map_only(torch.Tensor, self._host.values.read, call.args)
             call.kwargs = {**tree_map_only(torch.Tensor, self._host.values.read, call.kwargs)}
 

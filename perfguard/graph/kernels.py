@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.float16, torch.bfloat16)
+_is_autocast_enabled = torch.is_autocast_enabled
+"""PyTorch's own, which is asked at each call. The one that is put in its place answers of meta, too."""
 _library = torch.library.Library("perfguard", "FRAGMENT")
 
 
@@ -411,7 +413,7 @@ class DevicePaths(TorchFunctionMode):
                 return self._dropout(func, *args, **kwargs)
             inner = without_overrides(func)
             if inner is None or func in self._expanding:  # a helper of the function checks in its name
-                if torch.is_autocast_enabled(self._autocast_device):
+                if _is_autocast_enabled(self._autocast_device):
                     args, kwargs = self._cast(name, args, kwargs)
                 return func(*args, **kwargs)
             self._expanding.add(func)
@@ -420,7 +422,7 @@ class DevicePaths(TorchFunctionMode):
                     return inner(*args, **kwargs)
             finally:
                 self._expanding.discard(func)
-        if torch.is_autocast_enabled(self._autocast_device):
+        if _is_autocast_enabled(self._autocast_device):
             if name == "cross_entropy_loss":
                 return self._cross_entropy(func, *args, **kwargs)
             args, kwargs = self._cast(name, args, kwargs)

@@ -43,6 +43,9 @@ _IN_PLACE = {
 """How autograd writes the gradient of a selection into fresh zeros, where no mode is on (`areAnyTensorSubclassLike` in
 FunctionsManual.cpp)."""
 _ZEROS = ("new_zeros", "zeros_like", "zeros")
+_WITHOUT_TENSORS = frozenset({
+    int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -53,6 +56,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if type(value) in _WITHOUT_TENSORS:  # most arguments, and to ask whether they are mappings takes long
+        return
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):  # of a DTensor, this process holds a part; of torchao's, codes and scales
             _collect([getattr(value, name) for name in value.__tensor_flatten__()[0]], found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,23 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _SCATTER_BYTES = 5 * 2**19
 """Growth below which nothing is collected: readings of equal runs differ by as much (`benchmarks/resident_set.py`)."""
+_MOST_GROWN_BYTES = 5 * 2**23
+"""Growth above which garbage is collected, even if what the trial has trained is gone: there may be other garbage."""
 _settled_bytes = 0
 """The smallest resident set between two trials since the last collection."""
+_trained: dict[int, weakref.ref[Any]] = {}
+"""A parameter of each optimizer of the latest run, by the optimizer's id. Empty: none was seen."""
+_MOST_TRAINED = 16
+
+
+def note_trained(optimizer: Any) -> None:
+    """Note what an ``optimizer`` of the running trial trains. If it is gone at the next start, the trial has left no garbage."""
+    known = _trained.get(id(optimizer))
+    if (known is not None and known() is not None) or len(_trained) >= _MOST_TRAINED:
+        return
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        _trained[id(optimizer)] = weakref.ref(parameter)
+        return
 
 
 class CpuProbe:
@@ -53,10 +69,12 @@ class CpuProbe:
         process = psutil.Process()
         _trim_heap()
         left_bytes = process.memory_info().rss
-        if left_bytes - _settled_bytes > _SCATTER_BYTES:
-            gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
-            _trim_heap()
+        if (grown_bytes := left_bytes - _settled_bytes) > _SCATTER_BYTES:
+            if grown_bytes > _MOST_GROWN_BYTES or _may_have_left_garbage():
+                gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
+                _trim_heap()
             _settled_bytes = process.memory_info().rss
+        _trained.clear()
         _settled_bytes = min(_settled_bytes, left_bytes)
         self._base_bytes = self._sampled_peak_bytes = process.memory_info().rss
         if not reset_peak():
@@ -95,6 +113,14 @@ class CpuProbe:
         process = psutil.Process()
         while not self._stop.wait(0.02):
             self._sampled_peak_bytes = max(self._sampled_peak_bytes, process.memory_info().rss)
+
+
+def _may_have_left_garbage() -> bool:
+    """Whether a cycle of objects may keep alive what the run before has trained, or nobody has seen what that was.
+
+    Otherwise the process has grown by what it needs: code that ran for the first time, what the study remembers.
+    """
+    return not _trained or any(reference() is not None for reference in _trained.values())
 
 
 def reset_peak() -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from perfguard.devices import Device
-from perfguard.measure.cpu import CpuProbe
+from perfguard.measure.cpu import CpuProbe, note_trained
 from perfguard.measure.gpu import GpuProbe
 from perfguard.measure.measurement import CutShort, Measurement, Probe, RanOn, Reading, Status
 from perfguard.pace import Pace
@@ -221,7 +221,10 @@ def _load_kernels() -> None:
 
 def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
     run = _active.get(threading.get_ident())
-    if run is None or run._marked_by_hand:
+    if run is None:
+        return
+    note_trained(optimizer)
+    if run._marked_by_hand:
         return
     if not any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"][:1]):  # being traced
         run._timer.step()

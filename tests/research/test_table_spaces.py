@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 
 from perfguard import Workload
@@ -16,7 +17,8 @@ from perfguard_research.dataset import Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _table_guard import guard_of, measurement_of
-from _table_spaces import Point, Space, is_of_another_network
+from _table_spaces import Point, Space, is_impossible
+from search_quality import Outcome, Study, _one_trial
 
 GIB = 2**30
 LIMIT = 16 * GIB
@@ -58,7 +60,7 @@ def space_of(*points: Point, time_budget_s: float | None = None) -> Space:
 
 
 @pytest.mark.parametrize(
-    ("one", "is_another"),
+    ("one", "is_so"),
     [
         (run(live_gib=17), True),
         (run(live_gib=15), False),
@@ -67,9 +69,9 @@ def space_of(*points: Point, time_budget_s: float | None = None) -> Space:
         (run(live_gib=17, fits=False), False),
     ],
 )
-def test_run_that_fitted_in_less_than_its_tensors_is_of_another_network(one: Run, is_another: bool) -> None:
+def test_run_that_fitted_in_less_than_its_tensors_is_impossible(one: Run, is_so: bool) -> None:
     """A search on such rows would blame the guard for what no allocator can do."""
-    assert is_of_another_network(one) == is_another
+    assert is_impossible(one) == is_so
 
 
 def test_guard_of_a_table_learns_from_its_trials() -> None:
@@ -97,3 +99,15 @@ def test_trial_over_the_time_budget_is_stopped_and_its_pace_is_read() -> None:
     measured = measurement_of(space, slow, lasts_s=100)
     assert space.fails_by(slow) == "time"
     assert (measured.status, measured.cut_short, measured.num_steps, measured.step_time_s) == ("ok", "too slow", 200, 0.5)
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_configuration_that_has_run_takes_time_again_unless_repeats_are_free(is_free: bool) -> None:
+    fitting = point("a", live_gib=1, truth_gib=2, predicted_gib=2)
+    work = Study(space_of(fitting), "none", seed=0, has_free_repeats=is_free)
+    study, outcome = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)), Outcome()
+    for _ in range(3):
+        _one_trial(study, work, None, outcome)
+    assert outcome.launched == 3
+    assert outcome.finished == {"a"}
+    assert outcome.time_s == pytest.approx(fitting.trial_s * (1 if is_free else 3))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +115,56 @@ def test_what_an_earlier_run_held_does_not_count(device: Device, method: str) ->
     assert peak is not None
     assert peak < 10 * MB
     del kept
+
+
+def _train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def collections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for each collection of garbage by the probe of the processor."""
+    found: list[int] = []
+    monkeypatch.setattr(cpu_module, "gc", SimpleNamespace(collect=lambda: found.append(gc.collect())))
+    return found
+
+
+def test_garbage_is_not_looked_for_after_a_trial_whose_model_is_gone(device: Device, collections: list[int]) -> None:
+    with Run(device):
+        _train(nn.Linear(8, 2))
+        study_remembers = torch.ones(MB)
+    collections.clear()
+    with Run(device):
+        pass
+    assert not collections
+    assert study_remembers.nbytes > cpu_module._SCATTER_BYTES
+
+
+def test_a_model_that_is_garbage_does_not_count_in_the_next_run(device: Device, collections: list[int]) -> None:
+    with Run(device):
+        model = nn.Linear(8, 2)
+        model.itself = [model]  # type: ignore[assignment] - as a trainer's model has its trainer, which has its model
+        model.samples = torch.ones(MB)
+        _train(model)
+        left = weakref.ref(model)
+        del model
+    collections.clear()
+    with Run(device):
+        assert left() is None
+    assert len(collections) == 1
+
+
+def test_much_memory_is_looked_into_even_if_the_model_is_gone(device: Device, collections: list[int]) -> None:
+    with Run(device):
+        _train(nn.Linear(8, 2))
+        kept = torch.ones(20 * MB)
+    collections.clear()
+    with Run(device):
+        pass
+    assert len(collections) == 1
+    assert kept.nbytes > cpu_module._MOST_GROWN_BYTES
 
 
 def test_the_sampling_thread_ends_with_the_run(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
