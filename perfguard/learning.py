@@ -160,7 +160,8 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
         measured = run.measurement
         memory = format_bytes(run.device.memory_bytes)  # a few bytes more are no change
         found = measured.driver, measured.framework, measured.device_name, memory
-        before, known = known, [new or old for new, old in zip(found, known, strict=True)]
+        before = known
+        known = [new or old for new, old in zip(found, known, strict=True)]
         regime = tuple(known)
         if regimes and regime not in regimes and (words := _changed_in_words(before, known)):
             changes.append((run, words))

@@ -92,7 +92,8 @@ class GuardedStudy(optuna.Study):
                 callbacks.append(_warner_of_no_pruner())
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
-        guard, sampler = self.pruner.guard, self.sampler
+        guard = self.pruner.guard
+        sampler = self.sampler
         objective = GuardedObjective(func, guard)
         ends_at = None if timeout is None else time.monotonic() + timeout
         search = guard.search_of(self)
@@ -230,7 +231,8 @@ class GuardedObjective:
         return self._follow(ranks)
 
     def _lead(self, trial: optuna.Trial, ranks: Ranks | None) -> float | Sequence[float]:
-        guard, study = self.guard, trial.study
+        guard = self.guard
+        study = trial.study
         if self._build is None:
             self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
@@ -296,7 +298,8 @@ class GuardedObjective:
 
         Where the dry run shows no step, it is judged at its first forward pass; where ``build`` is given, as it suggests.
         """
-        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._build
+        guarded = _GuardedTrial.of(trial, self.guard, self._build)
+        captures = self._build
         if not isinstance(captures, ObjectiveBuild):
             return guarded
         found: Exception | None = None
@@ -394,10 +397,11 @@ class _GuardedTrial(optuna.Trial):
 
     @classmethod
     def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: AnyBuild | None) -> _GuardedTrial:
-        """The same trial, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
+        """Return ``trial``, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
         guarded = cls.__new__(cls)
         guarded.__dict__.update(trial.__dict__)
-        guarded._guard, guarded._build = guard, build
+        guarded._guard = guard
+        guarded._build = build
         return guarded
 
     @property
@@ -448,7 +452,8 @@ def repair_of(trial: optuna.Trial) -> Repair:
     Raises:
         ConfigurationError: for a TorchDistributedTrial in an objective that is not `guarded` on all ranks.
     """
-    own, ranks = own_trial(trial), running.get()
+    own = own_trial(trial)
+    ranks = running.get()
     if ranks is not None and not isinstance(own, DryTrial):
         return ranks.repair(lambda: _own_repair(own))
     if own is not trial and not isinstance(own, DryTrial):
@@ -473,7 +478,9 @@ def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStu
         return GuardedStudy(study.study_name, study._storage, study.sampler, study.pruner)
 
     made.__signature__ = inspect.signature(make).replace(return_annotation="GuardedStudy")  # type: ignore[attr-defined]
-    made.__module__, made.__qualname__ = __name__, make.__name__  # it is pickled by its place
+    # it is pickled by its place
+    made.__module__ = __name__
+    made.__qualname__ = make.__name__
     made.__doc__ = f"``optuna.{make.__name__}``, but of a :class:`GuardedStudy`. The arguments are the same."
     return made
 
