@@ -175,17 +175,29 @@ class PerfGuardSampler(BaseSampler):
             badness = verdict.p_violation, max(verdict.margins.values(), default=0.0)
             least_bad = min(least_bad, (badness, proposal.drawn), key=lambda known: known[0])
             is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
-            if (is_stopping or search.is_over) and (tried := search.last_try(self.guard.guard)) is not None:
-                return {name: value for name, value in tried.items() if name in search_space}
             if is_stopping or search.is_over:
-                if not is_stopping or not search.num_launched:
-                    search.warn_that_nothing_fits()
-                if study._thread_local.in_optimize_loop:
-                    study.stop()
-                return least_bad[1]
+                tried = self._end(study, is_stopping=is_stopping)
+                return least_bad[1] if tried is None else {name: tried[name] for name in tried if name in search_space}
             is_asked_for = "fixed_params" in trial.system_attrs  # an enqueued point, which is no evidence about the space
             if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.num_launched or is_asked_for)):
                 return least_bad[1]
+
+    def _end(self, study: optuna.Study, *, is_stopping: bool) -> Mapping[str, Any] | None:
+        """Return the parameters of the one rejected configuration that is still worth a trial. None: there is none, so it ends.
+
+        Args:
+            study: the study. Its loop stops.
+            is_stopping: whether the sampler or the user has stopped it already.
+        """
+        search = self.guard.search_of(study)
+        tried = search.last_try(self.guard.guard)
+        if tried is not None:
+            return tried
+        if not is_stopping or not search.num_launched:
+            search.warn_that_nothing_fits()
+        if study._thread_local.in_optimize_loop:
+            study.stop()
+        return None
 
     def _rejection_of(self, study: optuna.Study, proposal: _Proposal) -> Verdict | None:
         """The verdict on a new proposal that does not fit. None: it fits, is not to be judged, or cannot be, and is launched."""

@@ -82,9 +82,9 @@ class GuardedStudy(optuna.Study):
         """
         if count not in ("launched", "proposed"):
             raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
+        if not isinstance(pruner, BasePruner | None):  # else every trial would run unguarded
+            raise ConfigurationError(f'pruner must be a pruner, such as PerfGuardPruner(gpu="a100"), but got {pruner!r}.')
         if pruner is not None:
-            if not isinstance(pruner, BasePruner):  # else every trial would run unguarded
-                raise ConfigurationError(f'pruner must be a pruner, such as PerfGuardPruner(gpu="a100"), but got {pruner!r}.')
             self.pruner = pruner
         callbacks = list(callbacks or ())
         if not isinstance(self.pruner, PerfGuardPruner):
@@ -103,27 +103,39 @@ class GuardedStudy(optuna.Study):
         if show_progress_bar and n_trials is not None and count == "launched":
             bar = LaunchedBar(lambda: objective.num_launched, n_trials, timeout)
             callbacks.append(bar)
-        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and bar is None)
+        run = functools.partial(
+            super().optimize,
+            objective,
+            n_jobs=n_jobs,
+            catch=catch,
+            callbacks=callbacks,
+            gc_after_trial=gc_after_trial,
+            show_progress_bar=show_progress_bar and bar is None,
+        )
         try:
-            super().optimize(objective, n_trials, timeout, *common)
-            # The trials that did not fit are made up for.
-            while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
-                left_s = None if ends_at is None else ends_at - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    break
-                super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
+            run(n_trials=n_trials, timeout=timeout)
+            if n_trials is not None and count == "launched":
+                self._launch_others(run, objective, n_trials, ends_at)
             if self._stop_flag and not search.num_launched and not isinstance(sampler, PerfGuardSampler):
                 # The sampler has come to the end of its space.
                 if (tried := search.last_try(guard.guard)) is None:
                     search.warn_that_nothing_fits()
                 else:
                     self.enqueue_trial(dict(tried))
-                    super().optimize(objective, 1, None, *common)
+                    run(n_trials=1)
         finally:
             objective.end()
             self.sampler = sampler
             if bar is not None:
                 bar.close()
+
+    def _launch_others(self, run: Callable[..., None], objective: GuardedObjective, n_trials: int, ends_at: float | None) -> None:
+        """Run as many trials more as were pruned, until ``n_trials`` are launched, the time is over, or the study stops."""
+        while objective.num_launched < n_trials and not self._stop_flag:
+            left_s = None if ends_at is None else ends_at - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return
+            run(n_trials=n_trials - objective.num_launched, timeout=left_s)
 
     def __repr__(self) -> str:
         try:

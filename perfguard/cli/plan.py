@@ -123,8 +123,7 @@ def plan(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status = 130
         notes.append("Interrupted: not all ways were tried.")
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    _show_progress("")
     if rows and not arguments.tries and all("mfu" in row and "arguments" not in row for row in rows):
         notes.append("The script makes no TrainingArguments, so it has one way. Name words to try: --try --batch-size 1,2,4")
     for gpus in gpu_sets:
@@ -150,6 +149,12 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
     except ImportError as error:
         raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
+
+
+def _show_progress(text: str) -> None:
+    """Replace the line of progress in a terminal by ``text``."""
+    if sys.stderr.isatty():
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _exit_status(rows: Sequence[Row]) -> int:
@@ -219,8 +224,7 @@ def _tried(
         row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
             name = str(setup) if setup else shlex.join(way[len(arguments.words) :]) or "as it stands"
-            if sys.stderr.isatty():
-                print(f"\rdry run {number} of {len(ways)} on {gpus.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
+            _show_progress(f"dry run {number} of {len(ways)} on {gpus.name}: {name}")
             row: Row = {"gpus": gpus.name, "way": name, "words": way}
             asked: list[Setup] = []
             choose = None if arguments.tries else functools.partial(_choose, setup, asked)
