@@ -12,6 +12,8 @@ BIN := .venv/bin
 DEMO_INSTALLED := .venv/.demo-installed
 INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+# The slow tests wait half of their time, for Ray and for servers: three of them share two processors.
+CROWDED := --numprocesses $$((($$(nproc) * 3 + 1) / 2))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv demo test test-slow test-all lint docs coverage clean
@@ -24,12 +26,11 @@ demo: $(DEMO_INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The slow tests wait half of their time, for Ray and for servers: three of them share two processors.
 test-slow: $(INSTALLED)
-	$(PYTEST) --numprocesses $$((($$(nproc) * 3 + 1) / 2)) -m slow $(ARGS)
+	$(PYTEST) $(CROWDED) -m slow $(ARGS)
 
 test-all: $(INSTALLED)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(CROWDED) $(ARGS)
 
 # Every model of the coverage list, in some minutes; `make test-slow` takes a sample of 30.
 coverage: $(INSTALLED)

@@ -160,7 +160,8 @@ def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], l
         measured = run.measurement
         memory = format_bytes(run.device.memory_bytes)  # a few bytes more are no change
         found = measured.driver, measured.framework, measured.device_name, memory
-        before, known = known, [new or old for new, old in zip(found, known, strict=True)]
+        before = known
+        known = [new or old for new, old in zip(found, known, strict=True)]
         regime = tuple(known)
         if regimes and regime not in regimes and (words := _changed_in_words(before, known)):
             changes.append((run, words))
@@ -270,27 +271,10 @@ def far_readings(observations: Sequence[Observation], target: Target, excluded: 
     held_back: set[int] = set()
     far: set[int] = set()
     for launched_by, indices in _by_study(observations).items():
-        if launched_by == CALIBRATION:
-            continue
-        own = [i for i in indices if i in residuals]
-        for position, i in enumerate(own):
-            run = observations[i]
-            if abs(residuals[i]) <= max(math.log(5.0), 8.0 * run.predicted[target].log_sigma):
-                continue  # within a factor of five, or within eight standard deviations
-            held_back.add(i)
-            median_steps = statistics.median(observations[j].measurement.num_steps for j in indices)
-            if target == "time" and run.measurement.num_steps < 0.1 * median_steps:
-                continue  # cut short, by a NaN or a suspended machine: its steps are mostly warm-up, and agree with no other
-            far.add(i)
-            so_far = own[: position + 1]
-            same_step = [j for j in so_far[:-1] if j in far and observations[j].graph.content_hash == run.graph.content_hash]
-            agreeing = [j for j in same_step if abs(residuals[j] - residuals[i]) < math.log(1.5)]
-            released = [*agreeing, i] if agreeing else []
-            alike = [j for j in so_far if _step_type(observations[j]) == _step_type(run)]
-            for recent in (so_far[-8:], alike[-8:]):
-                if sum(j in far for j in recent) >= 4:  # then the prediction is wrong
-                    released += [j for j in recent if j in far]
-            held_back -= {*released}
+        if launched_by != CALIBRATION:
+            far_of_study, held_back_of_study = _far_in_a_study(observations, indices, residuals, target)
+            far |= far_of_study
+            held_back |= held_back_of_study
     reasons = {i: _far_off(observations[i], target) for i in held_back}
     # Another study's far readings are its own affair, until a second study sees the same.
     # The direction alone is no agreement: two mistakes of different steps may have the same.
@@ -302,6 +286,37 @@ def far_readings(observations: Sequence[Observation], target: Target, excluded: 
             foreign = (i for i in released_far if observations[i].study != study)
             reasons |= {i: f"{_far_off(observations[i], target)} in another study" for i in foreign}
     return reasons
+
+
+def _far_in_a_study(
+    observations: Sequence[Observation], indices: Sequence[int], residuals: Mapping[int, float], target: Target
+) -> tuple[set[int], set[int]]:
+    """Return the readings of a study that are far from their predictions, and those that too few others agree with.
+
+    A reading of few steps is in the second set alone, as it agrees with no other.
+    """
+    far: set[int] = set()
+    held_back: set[int] = set()
+    own = [i for i in indices if i in residuals]
+    for position, i in enumerate(own):
+        run = observations[i]
+        if abs(residuals[i]) <= max(math.log(5.0), 8.0 * run.predicted[target].log_sigma):
+            continue  # within a factor of five, or within eight standard deviations
+        held_back.add(i)
+        median_steps = statistics.median(observations[j].measurement.num_steps for j in indices)
+        if target == "time" and run.measurement.num_steps < 0.1 * median_steps:
+            continue  # cut short, by a NaN or a suspended machine: its steps are mostly warm-up
+        far.add(i)
+        so_far = own[: position + 1]
+        same_step = [j for j in so_far[:-1] if j in far and observations[j].graph.content_hash == run.graph.content_hash]
+        agreeing = [j for j in same_step if abs(residuals[j] - residuals[i]) < math.log(1.5)]
+        released = [*agreeing, i] if agreeing else []
+        alike = [j for j in so_far if _step_type(observations[j]) == _step_type(run)]
+        for recent in (so_far[-8:], alike[-8:]):
+            if sum(j in far for j in recent) >= 4:  # then the prediction is wrong
+                released += [j for j in recent if j in far]
+        held_back -= {*released}
+    return far, held_back
 
 
 def outlying_readings(observations: Sequence[Observation], target: Target, excluded: Iterable[int]) -> dict[int, str]:

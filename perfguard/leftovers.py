@@ -51,7 +51,8 @@ def largest_tensors(kind: str, number: int = 3) -> str:
 
 def _holder_of(thing: Any) -> str:
     """The function or the global variable that leads to ``thing`` by at most six references, in words. Empty: there is none."""
-    level, seen = [thing], {id(thing)}
+    level = [thing]
+    seen = {id(thing)}
     for _ in range(6):
         found = [one for one in gc.get_referrers(*level[:50]) if one is not level and id(one) not in seen]
         for one in found:

@@ -74,7 +74,8 @@ class Database:
         before = self._seen
         if self.is_open and seen == before:
             return
-        was_open, self.is_open = self.is_open, False
+        was_open = self.is_open
+        self.is_open = False
         if self.file is not None:
             self.engine.dispose()  # its connection may have pages of another file in its cache
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,8 @@ def _reading(quantity: Quantity, verdict: Verdict, run: Observation, *, steps: i
         value = measured.total_time_s * max(1.0, steps / measured.num_steps)
     elif quantity not in ("step_time", "epoch_time", "latency"):
         return None
-    predicted, of_base = verdict.predicted.get(quantity), verdict.predicted.get(base)
+    predicted = verdict.predicted.get(quantity)
+    of_base = verdict.predicted.get(base)
     if not value or predicted is None or of_base is None:
         return None
     return value * predicted.median / of_base.median

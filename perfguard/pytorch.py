@@ -85,7 +85,8 @@ def _is_optimized(value: Any) -> bool:
 def _values_of(module: nn.Module) -> dict[str, Any]:
     """What a module names and has attributes of its own: torch.compile leaves some."""
     forward = getattr(type(module), "forward", None)
-    code, variables = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    code = getattr(forward, "__code__", None)
+    variables = getattr(forward, "__globals__", {})
     values = {name: variables.get(name) for name in code.co_names} if code else {}
     for base in reversed(type(module).__mro__):
         values |= {} if base.__module__.startswith("torch.") else vars(base)
@@ -107,7 +108,9 @@ def hook_optimizers_of_fastai() -> None:
         return
     from torch.optim import Optimizer
 
-    kind._optimizer_step_pre_hooks, kind._optimizer_step_post_hooks = {}, {}  # of one optimizer
+    # of one optimizer
+    kind._optimizer_step_pre_hooks = {}
+    kind._optimizer_step_post_hooks = {}
     kind._optimizer_step_code = Optimizer._optimizer_step_code
     kind.step = Optimizer.profile_hook_step(kind.step)
 

@@ -115,7 +115,8 @@ def _numbers_of(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
 
 def numbers_in(columns: Mapping[str, Any]) -> tuple[dict[Quantity, Estimate], tuple[Limit, ...]]:
     """Return the estimates and limits in ``columns``. Standard deviations follow from the ends of intervals."""
-    predicted, limits = {}, []
+    predicted = {}
+    limits = []
     for quantity in QUANTITIES:
         median, low, high, limit = map(columns.get, _COLUMNS[quantity])
         if median is not None and low is not None and high is not None:
@@ -282,6 +283,7 @@ class TrialRecord:
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
-        predicted, measured = self.predicted.get(quantity), self.counted(quantity)
+        predicted = self.predicted.get(quantity)
+        measured = self.counted(quantity)
         is_whole = self.status == "ok" and not (self.stopped_early and quantity in ("time", "cost"))
         return abs(predicted.median / measured - 1) if is_whole and predicted and measured else None

@@ -79,8 +79,12 @@ class Search:
 
     def begin(self) -> None:
         """Begin to search again, with what is remembered."""
-        self.num_launched, self.num_rejected = 0, 0
-        self.last, self.least_doubtful, self.tried, self.has_warned = None, None, None, False
+        self.num_launched = 0
+        self.num_rejected = 0
+        self.last = None
+        self.least_doubtful = None
+        self.tried = None
+        self.has_warned = False
 
     def recall(self, key: Hashable) -> Rejection | None:
         """Return the rejection of ``key``. None: it is to be judged, because a trial has ended since, or it is to be tried."""
@@ -119,7 +123,8 @@ class Search:
         """
         if self.num_launched or self.tried is not None or self.least_doubtful is None or not guard.risk:
             return None
-        self.tried, self.num_rejected = self.least_doubtful.key, 0
+        self.tried = self.least_doubtful.key
+        self.num_rejected = 0
         return self.least_doubtful.params
 
     def _is_tried(self, key: Hashable) -> bool:

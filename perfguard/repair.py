@@ -100,7 +100,8 @@ def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_mo
     low = 2
     high = 16
     while high < at_most and fits(with_batch_size(workload, high)):
-        low, high = high, 8 * high
+        low = high
+        high = 8 * high
     if high >= at_most:
         if fits(with_batch_size(workload, at_most)):
             return at_most

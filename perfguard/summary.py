@@ -178,25 +178,10 @@ def summarize(
     launched = [record for record in records if not record.is_pruned]
     pruned = [record for record in records if record.is_pruned]
     measured = [record for record in launched if record.is_measured]
-    unguarded = [
-        record for record in launched if record.is_unguarded or (record.verdict is not None and record.verdict.is_overruled)
-    ]
+    unguarded = [record for record in launched if _ran_unguarded(record)]
+    verdicts = [record.verdict for record in records if record.verdict is not None]
     broken = Counter(record.broken_limit for record in pruned)
-    saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
-    times = [seconds for record in launched if (seconds := record.ran_s) is not None]
-    num_crashes = sum(record.fails_at_once for record in pruned)
     crash_s = _crash_s(launched)
-    is_known = len(saved) + num_crashes == len(pruned) and (crash_s is not None or not num_crashes)
-    guard_s = more_guard_s + sum(record.guard_s for record in records)
-    dry_run_s: Counter[str] = Counter()
-    for record in records:
-        dry_run_s.update({} if record.verdict is None else record.verdict.dry_run_s)
-    cost = GuardCost(
-        guard_s=guard_s,
-        dry_run_s=dry_run_s,
-        launched_s=sum(times) if times or not launched else None,
-        saved_s=sum(saved) + num_crashes * (crash_s or 0.0) if is_known else None,
-    )
     return Summary(
         title=title,
         device=", ".join(dict.fromkeys(record.device_name for record in records if record.device_name)),
@@ -206,20 +191,51 @@ def summarize(
         pruned_for={quantity: broken[quantity] for quantity in (*QUANTITIES, None) if quantity in broken},
         num_repeated=num_repeated,
         num_unguarded=len(unguarded),
-        sources=Counter(record.verdict.source for record in records if record.verdict is not None and record.verdict.source),
+        sources=Counter(verdict.source for verdict in verdicts if verdict.source),
         why_unguarded=next((record.reason for record in unguarded if record.reason), "").removeprefix("not judged: "),
         num_interrupted=sum(record.status == "interrupted" for record in launched),
         num_failed=sum(record.status == "failed" for record in launched),
         num_measured=len(measured),
         num_violations=sum(record.violates for record in measured) if measured else None,
         not_measured=Counter(record.not_measured for record in launched if record.not_measured),
-        launched_s=sum(times) if times else None,
-        num_crashes_avoided=num_crashes,
-        saved_s=sum(saved) if saved else None,
+        launched_s=_sum_of_known(record.ran_s for record in launched),
+        num_crashes_avoided=sum(record.fails_at_once for record in pruned),
+        saved_s=_sum_of_known(record.saved_s for record in pruned),
         crash_s=crash_s,
-        cost=cost if guard_s else None,
+        cost=_cost_of(launched, pruned, crash_s=crash_s, more_guard_s=more_guard_s),
         memory_errors=Errors.of(launched, "memory"),
         time_errors=Errors.of(launched, "time") or Errors.of(launched, "step_time"),
+    )
+
+
+def _ran_unguarded(record: TrialRecord) -> bool:
+    """Return whether a launched trial had no verdict, or ran against it."""
+    return record.is_unguarded or (record.verdict is not None and record.verdict.is_overruled)
+
+
+def _sum_of_known(seconds: Iterable[float | None]) -> float | None:
+    """Return the sum of what is known. None: nothing is."""
+    known = [one for one in seconds if one is not None]
+    return sum(known) if known else None
+
+
+def _cost_of(
+    launched: Sequence[TrialRecord], pruned: Sequence[TrialRecord], *, crash_s: float | None, more_guard_s: float
+) -> GuardCost | None:
+    """Return the guard's own time beside what it saved. None: it was not recorded."""
+    records = [*launched, *pruned]
+    guard_s = more_guard_s + sum(record.guard_s for record in records)
+    if not guard_s:
+        return None
+    dry_run_s: Counter[str] = Counter()
+    for record in records:
+        dry_run_s.update({} if record.verdict is None else record.verdict.dry_run_s)
+    would_take_s = [crash_s if record.fails_at_once else record.saved_s for record in pruned]
+    return GuardCost(
+        guard_s=guard_s,
+        dry_run_s=dry_run_s,
+        launched_s=_sum_of_known(record.ran_s for record in launched) if launched else 0.0,
+        saved_s=None if None in would_take_s else _sum_of_known(would_take_s) or 0.0,
     )
 
 

@@ -52,7 +52,8 @@ def call_within(limit_s: float | None, call: Callable[[], T]) -> T:
     """
     if limit_s is None:
         return call()
-    thread, is_over = threading.get_ident(), False
+    thread = threading.get_ident()
+    is_over = False
     lock = _locks[thread] = threading.RLock()
     handler: Any = None  # the user's own
     reason: list[str] = []  # empty until the time is over

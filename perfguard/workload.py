@@ -249,9 +249,11 @@ def tf32_switches() -> Tf32:
 
     cudnn: Any = torch.backends.cudnn
     try:
-        products, convolutions = torch.backends.cuda.matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+        products = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        convolutions = cudnn.conv.fp32_precision == "tf32"
     except AttributeError:  # before PyTorch 2.9
-        products, convolutions = torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32
+        products = torch.backends.cuda.matmul.allow_tf32
+        convolutions = cudnn.allow_tf32
     return "on" if products else "default" if convolutions else "off"
 
 

@@ -53,7 +53,8 @@ def write(
     A pruner gets a FrozenTrial, which cannot be written to. Only the study's storage can, which is private (Optuna 1 to 5). A
     constraint has the key of ``Trial.set_constraint`` (Optuna 5.0).
     """
-    storage, trial_id = study._storage, trial._trial_id
+    storage = study._storage
+    trial_id = trial._trial_id
     try:
         for name, value in attributes.items():
             storage.set_trial_user_attr(trial_id, f"{PREFIX}{name}", value)

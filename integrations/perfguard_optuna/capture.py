@@ -95,7 +95,8 @@ def _answer(name: str, value: Any, distribution: BaseDistribution) -> Answer:
     """The value of a parameter; of one that is continuous, another one too, between the ends of its range."""
     if not isinstance(distribution, FloatDistribution) or distribution.step is not None:
         return Answer(name, value)
-    low, high = distribution.low, distribution.high
+    low = distribution.low
+    high = distribution.high
     share = 0.4 if value > (low + high) / 2 else 0.6
     if distribution.log:
         return Answer(name, value, math.exp(math.log(low) + share * (math.log(high) - math.log(low))))

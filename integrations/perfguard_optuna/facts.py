@@ -188,7 +188,9 @@ def snapshot_of(trial: optuna.Trial) -> Callable[[str], Any]:
 
     Those of the study are taken now. Those of the trial itself are taken as they are asked for, since it has them by itself.
     """
-    facts, taken = Facts(trial.study, copy.copy(trial)), dict[str, Any]()  # the trial itself becomes one that asks for facts
+    # the trial itself becomes one that asks for facts
+    facts = Facts(trial.study, copy.copy(trial))
+    taken = dict[str, Any]()
     for name in _OF_STORAGE:
         try:
             taken[name] = facts.of(name)

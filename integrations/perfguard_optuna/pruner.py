@@ -103,7 +103,8 @@ class PerfGuardPruner(HyperbandPruner):
     # trial begins, suggests and ends. The sampler sees the study itself.
 
     def _get_bracket_id(self, study: optuna.Study, trial: FrozenTrial) -> int:
-        thread, this = threading.get_ident(), (study.study_name, trial.number)
+        thread = threading.get_ident()
+        this = (study.study_name, trial.number)
         latest, before = self._begun.get(thread, (None, None))
         if latest != this:  # the trial is being made: an error now would leave it running for ever
             self._begun[thread] = this, latest

@@ -73,7 +73,8 @@ class Ranks:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._num_tries = name, 0
+        self._name = name
+        self._num_tries = 0
         self.begin()
 
     def begin(self) -> None:
@@ -152,21 +153,13 @@ class Ranks:
         if self._is_over:
             return None
         self._is_over = True
-        is_merged, fails = self._rank == 0 and own is not None and status == "ok", status in ("oom", "failed")
-        ends_at = time.monotonic() + LONGEST_WAIT_S
+        is_merged = self._rank == 0 and own is not None and status == "ok"
+        fails = status in ("oom", "failed")
         told = {"status": status, "collectives": _collectives(), "measured": None if own is None else asdict(own)}
         ended: dict[int, dict[str, Any]] = {self._rank: told}
         try:
             self._store.set(f"ended/{self._rank}", json.dumps(told))
-            ranks = [rank for rank in range(self._size) if rank in (0, self._rank) or self._store.check([f"joined/{rank}"])]
-            while True:
-                new = [rank for rank in ranks if rank not in ended and self._store.check([f"ended/{rank}"])]
-                ended |= {rank: json.loads(self._store.get(f"ended/{rank}")) for rank in new}
-                missing = [rank for rank in ranks if rank not in ended]
-                waits = is_merged or (fails and any(one["status"] == "oom" for one in ended.values()))
-                if not missing or not waits or time.monotonic() >= ends_at:
-                    break
-                time.sleep(0.01)
+            missing = self._await_others(ended, is_merged=is_merged, fails=fails)
             if self._rank == 0:
                 self._store.compare_set("repair", "", json.dumps(asdict(AS_PROPOSED)))  # for ranks that ask too late
             if fails:
@@ -176,6 +169,19 @@ class Ranks:
         if self._rank or own is None:
             return own
         return _of_all({rank: Measurement(**one["measured"]) for rank, one in ended.items() if one["measured"]}, missing)
+
+    def _await_others(self, ended: dict[int, dict[str, Any]], *, is_merged: bool, fails: bool) -> list[int]:
+        """Add to ``ended`` the ranks that end the trial, for as long as :meth:`end` waits. Return those that have not."""
+        ends_at = time.monotonic() + LONGEST_WAIT_S
+        ranks = [rank for rank in range(self._size) if rank in (0, self._rank) or self._store.check([f"joined/{rank}"])]
+        while True:
+            new = [rank for rank in ranks if rank not in ended and self._store.check([f"ended/{rank}"])]
+            ended |= {rank: json.loads(self._store.get(f"ended/{rank}")) for rank in new}
+            missing = [rank for rank in ranks if rank not in ended]
+            waits = is_merged or (fails and any(one["status"] == "oom" for one in ended.values()))
+            if not missing or not waits or time.monotonic() >= ends_at:
+                return missing
+            time.sleep(0.01)
 
     def _agree(self, ended: Mapping[int, Mapping[str, Any]], missing: Sequence[int]) -> None:
         """Agree with the other ranks on whether they end the trial together. The first rank that knows decides for all."""

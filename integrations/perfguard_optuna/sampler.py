@@ -82,7 +82,8 @@ class PerfGuardSampler(BaseSampler):
         self._random: BaseSampler = random
         base = inner
         if isinstance(inner, PartialFixedSampler):
-            self._random, base = PartialFixedSampler(inner._fixed_params, random), inner._base_sampler
+            self._random = PartialFixedSampler(inner._fixed_params, random)
+            base = inner._base_sampler
         self._is_grid = isinstance(base, GridSampler)
         self._ticks_off = isinstance(base, (GridSampler, BruteForceSampler))
         """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
@@ -95,7 +96,8 @@ class PerfGuardSampler(BaseSampler):
         A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
         """
         sampler = cls(inner, guard, max_proposals=300)
-        sampler.judges, sampler._given_build = False, build
+        sampler.judges = False
+        sampler._given_build = build
         return sampler
 
     @property
@@ -150,7 +152,8 @@ class PerfGuardSampler(BaseSampler):
 
     def _search(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         """Propose until something fits, or until the bounds of the class. Return the parameters of the trial."""
-        search, ends_at = self.guard.search_of(study), time.monotonic() + self._max_seconds
+        search = self.guard.search_of(study)
+        ends_at = time.monotonic() + self._max_seconds
         num_rejected = num_repeats = 0
         least_bad: tuple[tuple[float, float], dict[str, Any]] = ((1.0, float("inf")), {})
         """Chance of breaking a limit and largest margin, with the parameters."""
@@ -172,17 +175,29 @@ class PerfGuardSampler(BaseSampler):
             badness = verdict.p_violation, max(verdict.margins.values(), default=0.0)
             least_bad = min(least_bad, (badness, proposal.drawn), key=lambda known: known[0])
             is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
-            if (is_stopping or search.is_over) and (tried := search.last_try(self.guard.guard)) is not None:
-                return {name: value for name, value in tried.items() if name in search_space}
             if is_stopping or search.is_over:
-                if not is_stopping or not search.num_launched:
-                    search.warn_that_nothing_fits()
-                if study._thread_local.in_optimize_loop:
-                    study.stop()
-                return least_bad[1]
+                tried = self._end(study, is_stopping=is_stopping)
+                return least_bad[1] if tried is None else {name: tried[name] for name in tried if name in search_space}
             is_asked_for = "fixed_params" in trial.system_attrs  # an enqueued point, which is no evidence about the space
             if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.num_launched or is_asked_for)):
                 return least_bad[1]
+
+    def _end(self, study: optuna.Study, *, is_stopping: bool) -> Mapping[str, Any] | None:
+        """Return the parameters of the one rejected configuration that is still worth a trial. None: there is none, so it ends.
+
+        Args:
+            study: the study. Its loop stops.
+            is_stopping: whether the sampler or the user has stopped it already.
+        """
+        search = self.guard.search_of(study)
+        tried = search.last_try(self.guard.guard)
+        if tried is not None:
+            return tried
+        if not is_stopping or not search.num_launched:
+            search.warn_that_nothing_fits()
+        if study._thread_local.in_optimize_loop:
+            study.stop()
+        return None
 
     def _rejection_of(self, study: optuna.Study, proposal: _Proposal) -> Verdict | None:
         """The verdict on a new proposal that does not fit. None: it fits, is not to be judged, or cannot be, and is launched."""
@@ -201,7 +216,8 @@ class PerfGuardSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], *, at_random: bool
     ) -> _Proposal:
         """One joint proposal of the inner sampler, or of a random one, with the parameters that ``build`` reads."""
-        inner, view = self._random if at_random else self.inner, self._view(study, trial)
+        inner = self._random if at_random else self.inner
+        view = self._view(study, trial)
         inner_names = inner.infer_relative_search_space(view, trial).keys()
         drawn = inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
         single = {name: _get_single_value(d) for name, d in _distributions(study).items() if d.single()}
@@ -227,7 +243,8 @@ class PerfGuardSampler(BaseSampler):
                 found = self.guard.guard.describe(build, params)
                 workload = None
             if not isinstance(found, Exception):
-                workload, missing = found, params.missing
+                workload = found
+                missing = params.missing
             elif is_missing_parameter(found, params.given):
                 missing = {found.args[0]}
             else:  # it may mean a missing parameter, too; if it does not, the guard warns when it judges the trial
@@ -235,7 +252,8 @@ class PerfGuardSampler(BaseSampler):
             names = [name for name in search_space if name not in drawn and name not in fixed]
             needed = [name for name in names if name in missing]
             if not needed:
-                key, is_fixed = self.guard.guard.key_of(found, params.used), params.used.keys() <= fixed.keys()
+                key = self.guard.guard.key_of(found, params.used)
+                is_fixed = params.used.keys() <= fixed.keys()
                 known = None if is_fixed else self.guard.search_of(study).recall(key)
                 return _Proposal(drawn, params, search_space, key, workload, is_fixed, None if known is None else known.verdict)
             # A brute-force search expects its parameters in the order in which the objective suggests them.
@@ -244,7 +262,8 @@ class PerfGuardSampler(BaseSampler):
 
     def _reject(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal, verdict: Verdict) -> None:
         """Record a proposal as a pruned trial, and report it to the inner sampler as one of its own."""
-        guard, storage = self.guard, study._storage
+        guard = self.guard
+        storage = study._storage
         attributes = storage.get_trial_system_attrs(trial._trial_id)
         # A GridSampler knows by these system attributes which points it has visited (Optuna 5.0).
         grid: dict[str, Any] = {key: attributes[key] for key in ("grid_id", "search_space") if key in attributes}
@@ -313,7 +332,8 @@ class _StudyWithRejected(optuna.Study):
         completed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
         if not completed or states is None or TrialState.COMPLETE not in states:
             return trials
-        first, values = completed[0], list(zip(*(trial.values for trial in completed), strict=True))
+        first = completed[0]
+        values = list(zip(*(trial.values for trial in completed), strict=True))
         if first.constraints:
             stand_in = [statistics.median(of_one) for of_one in values]
         else:
@@ -324,7 +344,8 @@ class _StudyWithRejected(optuna.Study):
         for trial in rejected[-100:]:  # the cost of a GP grows with the cube of the trials
             if trial.constraints.keys() == first.constraints.keys() and trial.params.keys() >= first.params.keys():
                 twin = copy.copy(trial)
-                twin.state, twin.values = TrialState.COMPLETE, stand_in
+                twin.state = TrialState.COMPLETE
+                twin.values = stand_in
                 trials.append(twin)
         return trials
 

@@ -82,9 +82,9 @@ class GuardedStudy(optuna.Study):
         """
         if count not in ("launched", "proposed"):
             raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
+        if not isinstance(pruner, BasePruner | None):  # else every trial would run unguarded
+            raise ConfigurationError(f'pruner must be a pruner, such as PerfGuardPruner(gpu="a100"), but got {pruner!r}.')
         if pruner is not None:
-            if not isinstance(pruner, BasePruner):  # else every trial would run unguarded
-                raise ConfigurationError(f'pruner must be a pruner, such as PerfGuardPruner(gpu="a100"), but got {pruner!r}.')
             self.pruner = pruner
         callbacks = list(callbacks or ())
         if not isinstance(self.pruner, PerfGuardPruner):
@@ -92,7 +92,8 @@ class GuardedStudy(optuna.Study):
                 callbacks.append(_warner_of_no_pruner())
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
-        guard, sampler = self.pruner.guard, self.sampler
+        guard = self.pruner.guard
+        sampler = self.sampler
         objective = GuardedObjective(func, guard)
         ends_at = None if timeout is None else time.monotonic() + timeout
         search = guard.search_of(self)
@@ -102,27 +103,39 @@ class GuardedStudy(optuna.Study):
         if show_progress_bar and n_trials is not None and count == "launched":
             bar = LaunchedBar(lambda: objective.num_launched, n_trials, timeout)
             callbacks.append(bar)
-        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and bar is None)
+        run = functools.partial(
+            super().optimize,
+            objective,
+            n_jobs=n_jobs,
+            catch=catch,
+            callbacks=callbacks,
+            gc_after_trial=gc_after_trial,
+            show_progress_bar=show_progress_bar and bar is None,
+        )
         try:
-            super().optimize(objective, n_trials, timeout, *common)
-            # The trials that did not fit are made up for.
-            while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
-                left_s = None if ends_at is None else ends_at - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    break
-                super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
+            run(n_trials=n_trials, timeout=timeout)
+            if n_trials is not None and count == "launched":
+                self._launch_others(run, objective, n_trials, ends_at)
             if self._stop_flag and not search.num_launched and not isinstance(sampler, PerfGuardSampler):
                 # The sampler has come to the end of its space.
                 if (tried := search.last_try(guard.guard)) is None:
                     search.warn_that_nothing_fits()
                 else:
                     self.enqueue_trial(dict(tried))
-                    super().optimize(objective, 1, None, *common)
+                    run(n_trials=1)
         finally:
             objective.end()
             self.sampler = sampler
             if bar is not None:
                 bar.close()
+
+    def _launch_others(self, run: Callable[..., None], objective: GuardedObjective, n_trials: int, ends_at: float | None) -> None:
+        """Run as many trials more as were pruned, until ``n_trials`` are launched, the time is over, or the study stops."""
+        while objective.num_launched < n_trials and not self._stop_flag:
+            left_s = None if ends_at is None else ends_at - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return
+            run(n_trials=n_trials - objective.num_launched, timeout=left_s)
 
     def __repr__(self) -> str:
         try:
@@ -230,7 +243,8 @@ class GuardedObjective:
         return self._follow(ranks)
 
     def _lead(self, trial: optuna.Trial, ranks: Ranks | None) -> float | Sequence[float]:
-        guard, study = self.guard, trial.study
+        guard = self.guard
+        study = trial.study
         if self._build is None:
             self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
@@ -296,7 +310,8 @@ class GuardedObjective:
 
         Where the dry run shows no step, it is judged at its first forward pass; where ``build`` is given, as it suggests.
         """
-        guarded, captures = _GuardedTrial.of(trial, self.guard, self._build), self._build
+        guarded = _GuardedTrial.of(trial, self.guard, self._build)
+        captures = self._build
         if not isinstance(captures, ObjectiveBuild):
             return guarded
         found: Exception | None = None
@@ -394,10 +409,11 @@ class _GuardedTrial(optuna.Trial):
 
     @classmethod
     def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: AnyBuild | None) -> _GuardedTrial:
-        """The same trial, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
+        """Return ``trial``, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
         guarded = cls.__new__(cls)
         guarded.__dict__.update(trial.__dict__)
-        guarded._guard, guarded._build = guard, build
+        guarded._guard = guard
+        guarded._build = build
         return guarded
 
     @property
@@ -448,7 +464,8 @@ def repair_of(trial: optuna.Trial) -> Repair:
     Raises:
         ConfigurationError: for a TorchDistributedTrial in an objective that is not `guarded` on all ranks.
     """
-    own, ranks = own_trial(trial), running.get()
+    own = own_trial(trial)
+    ranks = running.get()
     if ranks is not None and not isinstance(own, DryTrial):
         return ranks.repair(lambda: _own_repair(own))
     if own is not trial and not isinstance(own, DryTrial):
@@ -473,7 +490,9 @@ def _of_guarded_study(make: Callable[P, optuna.Study]) -> Callable[P, GuardedStu
         return GuardedStudy(study.study_name, study._storage, study.sampler, study.pruner)
 
     made.__signature__ = inspect.signature(make).replace(return_annotation="GuardedStudy")  # type: ignore[attr-defined]
-    made.__module__, made.__qualname__ = __name__, make.__name__  # it is pickled by its place
+    # it is pickled by its place
+    made.__module__ = __name__
+    made.__qualname__ = make.__name__
     made.__doc__ = f"``optuna.{make.__name__}``, but of a :class:`GuardedStudy`. The arguments are the same."
     return made
 

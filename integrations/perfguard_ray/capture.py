@@ -81,7 +81,8 @@ class TrainableBuild(DryRuns):
         known = self._remembered.of(answers)
         if known is not None:
             return known
-        began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
+        began = time.monotonic()
+        most_s = max(self._most_seconds, 10 * self._longest_s)
         play = functools.partial(_play, self._objective, config, asked_facts.get())
         task = _dry_run.remote(play, self._device, spares, most_s, self._network)
         try:

@@ -137,7 +137,8 @@ class PerfGuardSearcher(_Guarded, Searcher):
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
         if self._is_waiting and self._inner_ids:
             return None
-        what, counted = "", self.ledger.search
+        what = ""
+        counted = self.ledger.search
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
@@ -194,7 +195,8 @@ class PerfGuardSearcher(_Guarded, Searcher):
         tried = self.ledger.search.last_try(self.ledger.guard)
         if tried is None:
             return None
-        entry, inner_id = self._judge(trial_id, tried), self._least_doubtful_id
+        entry = self._judge(trial_id, tried)
+        inner_id = self._least_doubtful_id
         if entry.rejected:
             return None
         if inner_id not in self._untold:
@@ -236,7 +238,8 @@ class PerfGuardSearcher(_Guarded, Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._is_waiting = False
-        inner_id, entry = self._inner_ids.pop(trial_id, trial_id), self.ledger.entries.get(trial_id)
+        inner_id = self._inner_ids.pop(trial_id, trial_id)
+        entry = self.ledger.entries.get(trial_id)
         if inner_id is not None and entry is not None:  # it may have been judged after its start
             _set_constraints(self.searcher, inner_id, entry.verdict.margins)
         if inner_id is not None and entry is not None and entry.has_no_result:

@@ -229,7 +229,9 @@ def _run_first_worker(trainer: Any) -> Any:
         raise CaptureError("A TorchTrainer with datasets=... reads from Ray Data, which a dry run does not see. Use build=...")
     workers = trainer.scaling_config.num_workers  # of (fewest, most), the fewest: each holds a larger shard
     os.environ |= torchrun_variables(max(1, workers if isinstance(workers, int) else min(workers)))
-    of_trial, session._session = session._session, None  # workers are in no trial of Tune
+    # workers are in no trial of Tune
+    of_trial = session._session
+    session._session = None
     try:
         return trainer._get_local_controller().run(trainer._get_train_func())
     finally:

@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end = words.index("--") if takes_script and "--" in words else len(words)  # what follows are the script's own words
         own_words = _with_negative_values(words[:end])
         arguments = _parser(own_words, installed.values()).parse_args(own_words)
-        arguments.own_process, arguments.words = argv is None, words[end + 1 :]
+        arguments.own_process = argv is None
+        arguments.words = words[end + 1 :]
         status: int | None = _function(arguments.command, arguments.command)(arguments)
         sys.stdout.flush()  # here, so that a broken pipe is noticed while it can be answered
     except PerfGuardError as error:

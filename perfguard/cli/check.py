@@ -75,7 +75,8 @@ def check(arguments: argparse.Namespace) -> int:
         verdict, known = _judged(arguments, device, budget, risk)
         result, reason = result_of(verdict, risk)
         if result == "fits" and known.get("steps") is None and _limit_of_trial(budget) is not None:
-            result, reason = "cannot tell", f"{reason}. {known['notes'][-1]}"
+            result = "cannot tell"
+            reason = f"{reason}. {known['notes'][-1]}"
         document = {"gpu": device.id} | known | _numbers_of(verdict)
         document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
         if arguments.explain:

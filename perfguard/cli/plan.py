@@ -103,17 +103,8 @@ class GpuSet(NamedTuple):
 
 def plan(arguments: argparse.Namespace) -> int:
     """Dry-run each way, predict, print, and return the exit status: 0, 1 or 3, and 130 after Ctrl-C."""
-    if Path(arguments.source).suffix != ".py" or not Path(arguments.source).is_file():
-        raise ConfigurationError(f"Expected a training script that exists, such as train.py, but got {arguments.source!r}.")
-    check_chance(arguments.risk, what="--risk")
+    _check_arguments(arguments)
     words = _ways_in_words(arguments.tries, arguments.words)
-    if arguments.allow_8bit and arguments.tries:
-        raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
-    if arguments.allow_8bit:
-        try:
-            import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
-        except ImportError as error:
-            raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
     gpu_sets = _gpu_sets(arguments)
     budget = budget_of(memory_budget=arguments.max_memory)
     for gpus in gpu_sets:
@@ -128,13 +119,11 @@ def plan(arguments: argparse.Namespace) -> int:
     try:
         for row in _tried(arguments, gpu_sets, words, budget):
             rows.append(row)  # what is known when Ctrl-C comes
-        results = {row["result"] for row in rows} - {"learns otherwise"}
-        status = 0 if "fits" in results else 1 if results == {"does not fit"} else 3
+        status = _exit_status(rows)
     except KeyboardInterrupt:
         status = 130
         notes.append("Interrupted: not all ways were tried.")
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    _show_progress("")
     if rows and not arguments.tries and all("mfu" in row and "arguments" not in row for row in rows):
         notes.append("The script makes no TrainingArguments, so it has one way. Name words to try: --try --batch-size 1,2,4")
     for gpus in gpu_sets:
@@ -145,6 +134,35 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         _print(rows, notes, arguments.source)
     return status
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse a script that is not there, and words that contradict each other."""
+    if Path(arguments.source).suffix != ".py" or not Path(arguments.source).is_file():
+        raise ConfigurationError(f"Expected a training script that exists, such as train.py, but got {arguments.source!r}.")
+    check_chance(arguments.risk, what="--risk")
+    if not arguments.allow_8bit:
+        return
+    if arguments.tries:
+        raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
+    try:
+        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
+    except ImportError as error:
+        raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
+
+
+def _show_progress(text: str) -> None:
+    """Replace the line of progress in a terminal by ``text``."""
+    if sys.stderr.isatty():
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _exit_status(rows: Sequence[Row]) -> int:
+    """Return 0 if a way fits, 1 if none does, and 3 if that is not known."""
+    results = {row["result"] for row in rows} - {"learns otherwise"}
+    if "fits" in results:
+        return 0
+    return 1 if results == {"does not fit"} else 3
 
 
 def _gpu_sets(arguments: argparse.Namespace) -> list[GpuSet]:
@@ -206,8 +224,7 @@ def _tried(
         row_of: dict[tuple[Any, ...], Row] = {}  # by what it runs
         for number, (way, setup) in enumerate(ways, 1):  # the first run of a Trainer adds others
             name = str(setup) if setup else shlex.join(way[len(arguments.words) :]) or "as it stands"
-            if sys.stderr.isatty():
-                print(f"\rdry run {number} of {len(ways)} on {gpus.name}: {name}\x1b[K", end="", file=sys.stderr, flush=True)
+            _show_progress(f"dry run {number} of {len(ways)} on {gpus.name}: {name}")
             row: Row = {"gpus": gpus.name, "way": name, "words": way}
             asked: list[Setup] = []
             choose = None if arguments.tries else functools.partial(_choose, setup, asked)

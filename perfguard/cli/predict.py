@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perfguard import explain
@@ -301,40 +301,69 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     from rich.console import Console
     from rich.table import Table
 
-    def words(estimate: Mapping[str, float], form: Callable[[float], str]) -> str:
-        return f"{form(estimate['median'])}  (90%: {form(estimate['low'])} to {form(estimate['high'])})"
-
     console = Console()
     table = Table(title=f"{device.name} ({device.id}), {format_bytes(device.memory_bytes)}", show_header=False)
-    table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
-    for rank, (phase, peak) in enumerate(document.get("peak_memory_by_phase_bytes", {}).items()):
-        table.add_row(f"  {phase}", format_bytes(peak["median"]) + ("" if rank else ", which decides"))
-    if "host_memory_bytes" in document:
-        table.add_row("host memory", words(document["host_memory_bytes"], format_bytes))
-    table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
-    table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
-    for name in ("steps_per_epoch", "steps"):
-        if document[name]:
-            table.add_row(name.replace("_", " "), f"{document[name]:,}")
-    if document["total_time_s"]:
-        table.add_row("trial time", format_seconds(document["total_time_s"]["median"]))
-    if document["cost"]:
-        table.add_row(
-            "trial cost", f"{words(document['cost'], format_dollars)} at {format_dollars(document['price_per_hour'])} an hour"
-        )
-    if document["throughput_per_s"]:
-        table.add_row("throughput", f"{document['throughput_per_s']:,.0f} samples/s")
-    for title, share in (("GPU busy", prediction.gpu_util), ("multiprocessors active", prediction.sm_active)):
-        if share is not None:
-            table.add_row(title, f"{share:.0%}")
-    if document["most_energy_j"]:
-        most = "" if prediction.energy is not None else f"at most, at the power limit of {device.tdp_w:.0f} W: "
-        table.add_row("energy", most + format_joules(document["most_energy_j"]["median"]))
-    if "mig" in document:
-        table.add_row("smallest MIG profile", _mig_in_words(document["mig"]))
+    for rows in (_memory_rows(document), _time_rows(document, graph), _device_rows(document, prediction, device)):
+        for name, value in rows:
+            table.add_row(name, value)
     table.add_row("work", f"{graph.flops / 1e9:,.1f} GFLOP in {len(graph.ops)} operators")
     console.print(table)
+    _print_all_parts(console, prediction)
+    notes = [*document["notes"], *notes_of_unmodelled(prediction.unmodelled)]
+    if not prediction.trained_on_device:
+        notes.append(_untrained_note(prediction, device))
+    for note in notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
+    if "explain" in document:
+        _print_explanation(console, document["explain"], peak_graph, device)
+    if "dry_run_s" in document:
+        _print_parts(console, "time of the dry run", document["dry_run_s"], format_seconds)
 
+
+def _with_interval(estimate: Mapping[str, float], form: Callable[[float], str]) -> str:
+    """Return the median of an estimate and its 90% interval in words."""
+    return f"{form(estimate['median'])}  (90%: {form(estimate['low'])} to {form(estimate['high'])})"
+
+
+def _memory_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of memory: a label, and a value in words."""
+    yield "peak memory", _with_interval(document["peak_memory_bytes"], format_bytes)
+    for rank, (phase, peak) in enumerate(document.get("peak_memory_by_phase_bytes", {}).items()):
+        yield f"  {phase}", format_bytes(peak["median"]) + ("" if rank else ", which decides")
+    if "host_memory_bytes" in document:
+        yield "host memory", _with_interval(document["host_memory_bytes"], format_bytes)
+    yield "P(out of memory)", f"{document['p_oom']:.1%}"
+
+
+def _time_rows(document: Mapping[str, Any], graph: OpGraph) -> Iterator[tuple[str, str]]:
+    """Yield the rows of time, cost and throughput: a label, and a value in words."""
+    yield "step time" if graph.mode == "train" else "latency", _with_interval(document["step_time_s"], format_seconds)
+    for name in ("steps_per_epoch", "steps"):
+        if document[name]:
+            yield name.replace("_", " "), f"{document[name]:,}"
+    if document["total_time_s"]:
+        yield "trial time", format_seconds(document["total_time_s"]["median"])
+    if document["cost"]:
+        cost = _with_interval(document["cost"], format_dollars)
+        yield "trial cost", f"{cost} at {format_dollars(document['price_per_hour'])} an hour"
+    if document["throughput_per_s"]:
+        yield "throughput", f"{document['throughput_per_s']:,.0f} samples/s"
+
+
+def _device_rows(document: Mapping[str, Any], prediction: Prediction, device: Device) -> Iterator[tuple[str, str]]:
+    """Yield the rows of what the device does: a label, and a value in words."""
+    for title, share in (("GPU busy", prediction.gpu_util), ("multiprocessors active", prediction.sm_active)):
+        if share is not None:
+            yield title, f"{share:.0%}"
+    if document["most_energy_j"]:
+        most = "" if prediction.energy is not None else f"at most, at the power limit of {device.tdp_w:.0f} W: "
+        yield "energy", most + format_joules(document["most_energy_j"]["median"])
+    if "mig" in document:
+        yield "smallest MIG profile", _mig_in_words(document["mig"])
+
+
+def _print_all_parts(console: Console, prediction: Prediction) -> None:
+    """Print of what the peak memory and the step time consist."""
     if prediction.memory_parts_bytes:
         _print_parts(console, "peak memory", _in_words(prediction.memory_parts_bytes), format_bytes)
     if sum(seconds > 0 for seconds in prediction.time_parts_s.values()) > 1:
@@ -342,20 +371,16 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     if prediction.time_by_kind_s:
         by_kind = _in_words(prediction.time_by_kind_s)
         _print_parts(console, "step time by kind of operator", by_kind, format_seconds, most=6)
-    notes = list(document["notes"]) + notes_of_unmodelled(prediction.unmodelled)
-    if not prediction.trained_on_device:
-        missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
-        the = f"the {missing[0]} of " if len(missing) == 1 else ""  # the other quantity was measured
-        notes.append(
-            f"{prediction.predictor} was not trained on {the}such steps on {device.name}. "
-            f"Read {'its' if the else 'the'} interval and not the median."
-        )
-    for note in notes:
-        console.print(note, style="yellow", markup=False, highlight=False)
-    if "explain" in document:
-        _print_explanation(console, document["explain"], peak_graph, device)
-    if "dry_run_s" in document:
-        _print_parts(console, "time of the dry run", document["dry_run_s"], format_seconds)
+
+
+def _untrained_note(prediction: Prediction, device: Device) -> str:
+    """Return the advice for a prediction of a device that the predictor was not trained on."""
+    missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
+    the = f"the {missing[0]} of " if len(missing) == 1 else ""  # the other quantity was measured
+    return (
+        f"{prediction.predictor} was not trained on {the}such steps on {device.name}. "
+        f"Read {'its' if the else 'the'} interval and not the median."
+    )
 
 
 def _mig_in_words(mig: Mapping[str, Any]) -> str:

@@ -55,5 +55,7 @@ def clock_of(seconds: float) -> str:
         ('00:01:00', '1-01:02:00')
     """
     minutes = max(math.ceil(seconds / 60), 1)
-    days, hours, rest = minutes // 1440, minutes // 60 % 24, minutes % 60
+    days = minutes // 1440
+    hours = minutes // 60 % 24
+    rest = minutes % 60
     return f"{f'{days}-' if days else ''}{hours:02}:{rest:02}:00"

@@ -190,7 +190,8 @@ def is_short_for(name: str, device: Device) -> bool:
     alias = alias_of(name)
     if alias is not None and set(alias.split("-")) <= set(re.split("[-:]", device.id)):
         return True
-    named, nvml_names = look_up(name), _nvml_names()
+    named = look_up(name)
+    nvml_names = _nvml_names()
     if named is None or named.id not in nvml_names or nvml_names.get(device.id) != nvml_names[named.id]:
         return False
     return alias is not None or _key(name) == _key(nvml_names[named.id])

@@ -181,10 +181,13 @@ def cpu() -> Device:
     """
     import torch
 
-    matrix_size, copy_bytes = 768, 60 * 2**20  # the copy exceeds most caches; the product is large enough for all threads
+    # the copy exceeds most caches; the product is large enough for all threads
+    matrix_size = 768
+    copy_bytes = 60 * 2**20
 
     here: Any = {"device": "cpu", "dtype": torch.float32}  # whatever the script's defaults are
-    source, target = torch.ones(copy_bytes // 4, **here), torch.empty(copy_bytes // 4, **here)
+    source = torch.ones(copy_bytes // 4, **here)
+    target = torch.empty(copy_bytes // 4, **here)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         copy_s = _best_time(functools.partial(target.copy_, source))
         del source, target  # products load their library, which needs memory too

@@ -159,14 +159,16 @@ class GpuProbe:
         left_mib = int(before.get("allocated_bytes.all.current", 0)) / 2**20
         if left_mib > 64:  # a model that is kept for the next trial, and not the few blocks of a library
             words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
-        method, peak = "none", None
+        method = "none"
+        peak = None
         if overhead is not None and reserved is not None:
             beside_bytes, source, note = overhead
             peak = max(reserved + beside_bytes, self._process_peak_bytes or 0)
             method = f"{source}+allocator"
             words += [note] if note else []
         elif self._process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
-            method, peak = "nvml-process", self._process_peak_bytes
+            method = "nvml-process"
+            peak = self._process_peak_bytes
             words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
         energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and not self._num_others else -1
         return Reading(
@@ -242,7 +244,8 @@ class GpuProbe:
 
     def _find(self, uuid: str) -> Any:
         """The handle of the card, or of the MIG instance that this process runs on. None: NVML does not have it."""
-        nvml, reason = self._nvml, ""
+        nvml = self._nvml
+        reason = ""
         for prefix in ("GPU", "MIG"):
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{uuid}")

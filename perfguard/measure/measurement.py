@@ -183,7 +183,8 @@ class CudaUse:
 
         A failed allocation counts as a use as well. A counter that fell was reset by the trial.
         """
-        stats, before = self._cuda.memory_stats(index), self.before.get(index, {})
+        stats = self._cuda.memory_stats(index)
+        before = self.before.get(index, {})
         counters = [(int(stats.get(key, 0)), int(before.get(key, 0))) for key in ("allocated_bytes.all.allocated", "num_ooms")]
         return sum(now if now < then else now - then for now, then in counters)
 

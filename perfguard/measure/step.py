@@ -25,7 +25,8 @@ def step_of(workload: Workload, *, high: int = 2) -> Callable[[], None]:
             ``accumulation``, ``ema``, ``ddp`` and pure half precision are not for it.
         high: the integers of the batch lie in [0, high).
     """
-    model, loss_of = workload.model, workload.loss
+    model = workload.model
+    loss_of = workload.loss
     device = next(model.parameters()).device
     if workload.layout == "nhwc":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -32,6 +32,11 @@ _STANDARD = ("", "ai.onnx")
 _EXPORT_AGAIN = "Export it again."
 _FIXED = "A size was fixed at export. Leave it as it is in the file, or export with a dynamic batch dimension."
 _CONTRADICTION = "The file contradicts the ONNX specification. Export it again."
+_POSITIVE = (
+    "group", "offset_group", "strides", "dilations", "kernel_shape", "blocksize", "hidden_size", "num_groups", "num_outputs",
+    "q_num_heads", "kv_num_heads",
+)  # fmt: skip
+"""Attributes by which shape inference divides, and which it does not check in all operators."""
 
 
 class Refusal(Exception):
@@ -106,7 +111,8 @@ def _slimmed(data: memoryview, start: int, end: int, path: tuple[int, ...], most
     """
     values = (4, 5, 6, 7, 9, 10, 11)  # of TensorProto: float_data, int32_data, string_data, int64_data, raw_data and so on
     large = 32 * 2**10  # shapes, axes and other small values stay
-    out, position = bytearray(), start
+    out = bytearray()
+    position = start
     while position < end:
         begin = position
         key, position = _varint(data, position)
@@ -238,6 +244,15 @@ def _check_order(graph: onnx.GraphProto) -> None:
             raise Refusal(f"never makes its output {value.name[:80]!r}", _EXPORT_AGAIN)
 
 
+def _refuse_attributes_below_one(node: onnx.NodeProto, index: int) -> None:
+    """Refuse an operator of which a divisor of shape inference is 0 or negative."""
+    for attribute in node.attribute:
+        numbers = (attribute.i,) if attribute.type == onnx.AttributeProto.INT else attribute.ints
+        if attribute.name in _POSITIVE and any(number < 1 for number in numbers):
+            text = f"has {attribute.name}={list(numbers)[:8]} in {_label(node, index)}: it must be at least 1"
+            raise Refusal(text, _CONTRADICTION)
+
+
 # Sizes that the user gives.
 
 
@@ -263,16 +278,7 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
             continue
         if not tensor.HasField("shape"):
             open_.append(f"all of {name!r}")
-        for axis, dim in enumerate(tensor.shape.dim):
-            if dim.dim_param in bound:
-                dim.dim_value = bound[dim.dim_param]
-            elif axis == 0 and batch_size is not None:
-                dim.dim_value = batch_size
-            elif not dim.HasField("dim_value"):
-                open_.append(f"axis {axis} of {name!r}{f' ({dim.dim_param})' if dim.dim_param else ''}")
-            elif dim.dim_value < 1:
-                hint = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
-                raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", hint)
+        open_ += _bind_axes(name, tensor, bound, batch_size)
     if open_:
         more = f" and {len(open_) - 8} more" if len(open_) > 8 else ""
         raise Refusal(
@@ -280,6 +286,20 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
             "Give batch_size=..., or dims={'name of the dimension': 8} or dims={'input': (8, 3, 224, 224)} "
             "(--batch-size 8, --dim NAME=8, --dim INPUT=8x3x224x224).",
         )
+
+
+def _bind_axes(name: str, tensor: onnx.TypeProto.Tensor, bound: Mapping[str, int], batch_size: int | None) -> Iterator[str]:
+    """Write the sizes of ``bound``, and the batch size, into the shape of the input ``name``. Yield the axes that stay open."""
+    for axis, dim in enumerate(tensor.shape.dim):
+        if dim.dim_param in bound:
+            dim.dim_value = bound[dim.dim_param]
+        elif axis == 0 and batch_size is not None:
+            dim.dim_value = batch_size
+        elif not dim.HasField("dim_value"):
+            yield f"axis {axis} of {name!r}{f' ({dim.dim_param})' if dim.dim_param else ''}"
+        elif dim.dim_value < 1:
+            hint = f"A size must be at least 1. Bind it: dims={{{name!r}: (...)}}, or batch_size= for axis 0."
+            raise Refusal(f"has an input {name!r} with size {dim.dim_value} on axis {axis}", hint)
 
 
 # Shapes. The onnx library infers the outputs of one operator after the other, from the shapes of its inputs and from small values
@@ -353,10 +373,8 @@ class _Description:
 
     def _follow(self, node: onnx.NodeProto, index: int, whole: Mapping[str, onnx.TypeProto]) -> None:
         """Check an operator, and find the types and small values of its outputs."""
-        # Shape inference divides by some of these, and does not check all of them.
-        positive = ("group", "offset_group", "strides", "dilations", "kernel_shape", "blocksize", "hidden_size", "num_groups",
-                    "num_outputs", "q_num_heads", "kv_num_heads")  # fmt: skip
-        is_standard, is_control_flow = node.domain in _STANDARD, _is_control_flow(node)
+        is_standard = node.domain in _STANDARD
+        is_control_flow = _is_control_flow(node)
         if node.op_type == "Constant" and is_standard:
             self._learn_constant(node)
             return
@@ -365,11 +383,7 @@ class _Description:
                 onnx.checker.check_node(node, self._context)
             except onnx.checker.ValidationError as error:
                 raise Refusal(f"has {_label(node, index)}: {_reason(error)}", _CONTRADICTION) from None
-        for attribute in node.attribute:
-            numbers = (attribute.i,) if attribute.type == onnx.AttributeProto.INT else attribute.ints
-            if attribute.name in positive and any(number < 1 for number in numbers):
-                text = f"has {attribute.name}={list(numbers)[:8]} in {_label(node, index)}: it must be at least 1"
-                raise Refusal(text, _CONTRADICTION)
+        _refuse_attributes_below_one(node, index)
         outputs = [name for name in node.output if name]
         found = {name: whole[name] for name in outputs if name in whole}
         if not is_control_flow:
@@ -380,13 +394,21 @@ class _Description:
         for name in outputs:
             if name not in self._shapes and name in self._declared:
                 self._learn(name, self._declared[name])
-        if is_standard:
-            shapes = [self._shapes.get(name) for name in (*node.input[:1], *node.output)]
-            if node.op_type == "Reshape" and None not in shapes and math.prod(shapes[0] or ()) != math.prod(shapes[1] or ()):
-                # A batch that was written into the target shape at export contradicts the one that the user gives.
-                raise Refusal(f"reshapes {shapes[0]} to {shapes[1]} in {_label(node, index)}", _FIXED)
-            if is_inferred and not is_control_flow:  # what a file declares of a value may be far from what it takes to compute it
-                self._compute(node)
+        if not is_standard:
+            return
+        if node.op_type == "Reshape":
+            self._refuse_another_size(node, index)
+        if is_inferred and not is_control_flow:  # what a file declares of a value may be far from what it takes to compute it
+            self._compute(node)
+
+    def _refuse_another_size(self, node: onnx.NodeProto, index: int) -> None:
+        """Refuse a Reshape to another number of elements.
+
+        A batch that was written into the target shape at export contradicts the one that the user gives.
+        """
+        shapes = [self._shapes.get(name) for name in (*node.input[:1], *node.output)]
+        if None not in shapes and math.prod(shapes[0] or ()) != math.prod(shapes[1] or ()):
+            raise Refusal(f"reshapes {shapes[0]} to {shapes[1]} in {_label(node, index)}", _FIXED)
 
     def _inferred(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
         """Types of the outputs, as far as the inputs are known."""
@@ -436,7 +458,8 @@ class _Description:
         """Refuse a shape that overflows the arithmetic of C++ further on."""
         problem = None
         if len(shape) > 64:
-            problem, shape = f"more than 64 dimensions, {len(shape):,}", shape[:8]
+            problem = f"more than 64 dimensions, {len(shape):,}"
+            shape = shape[:8]
         elif max(shape, default=0) > 2**31 - 1:
             problem = f"{max(shape)} is more than 2^31 - 1"
         elif math.prod(shape) > self._most_elements:

@@ -79,8 +79,10 @@ class Fuser:
         return index if node.is_standard and node.op_type in op_types and node.inputs else None
 
     def _pair(self, node: Node, *op_types: str) -> Iterator[tuple[int, str]]:
-        """For an operator with two inputs, yield the operator that makes one of them, if its type fits, and the other input.
-        Both orders."""
+        """Yield the operator that makes one input of ``node``, if its type fits, and the other input, in both orders.
+
+        An operator that has not two inputs yields nothing.
+        """
         if len(node.inputs) == 2:
             for this, other in (node.inputs, node.inputs[::-1]):
                 index = self._made_by(this, *op_types)
@@ -184,7 +186,8 @@ class Fuser:
             if node.op_type in ("Mul", "Div") and self._scalar_beside(node) is None:
                 break
             swallowed.add(index)
-            name, reader = (self._scalar_beside(node) or node.inputs[0]), index
+            name = self._scalar_beside(node) or node.inputs[0]
+            reader = index
         return name
 
     def _scalar_beside(self, node: Node) -> str | None:

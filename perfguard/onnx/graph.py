@@ -146,7 +146,8 @@ class _Builder:
         # Above it the arithmetic of 64 bits ends, and so do all devices.
         if sum(one.num_bytes for one in self._storages) + sum(op.bytes_read + op.bytes_written for op in self._ops) > 2**60:
             raise OnnxError(self._path, "would move more than 2^60 bytes", "Check the sizes that you bound.")
-        precision, end = self._precision(), len(self._ops)
+        precision = self._precision()
+        end = len(self._ops)
         return OpGraph(
             ops=tuple(self._ops),
             storages=tuple(

@@ -133,7 +133,9 @@ def _name_of(node: Node, inputs: Types, outputs: Types) -> str | None:
 
 
 def _convolution(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    data, weight, out = _at(inputs, 0), _at(inputs, 3 if node.op_type == "QLinearConv" else 1), _at(outputs, 0)
+    data = _at(inputs, 0)
+    weight = _at(inputs, 3 if node.op_type == "QLinearConv" else 1)
+    out = _at(outputs, 0)
     if data is None or weight is None or out is None:
         return None
     rank = len(data.shape) - 2
@@ -172,7 +174,9 @@ def _integer(node: Node, name: str, default: int) -> int:
 
 
 def _product(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    left, right, out = _at(inputs, 0), _at(inputs, 3 if node.op_type == "QLinearMatMul" else 1), _at(outputs, 0)
+    left = _at(inputs, 0)
+    right = _at(inputs, 3 if node.op_type == "QLinearMatMul" else 1)
+    out = _at(outputs, 0)
     if left is None or right is None or out is None or not left.shape or not right.shape:
         return None
     k = left.shape[-2 if _integer(node, "transA", 0) and len(left.shape) > 1 else -1]
@@ -193,7 +197,9 @@ def _matrix_product(node: Node, product: tuple[int, int, int, int]) -> Launch:
 
 def _einsum(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
     """Two factors: a batch of products, by which letters each of the three has."""
-    left, right, out = _at(inputs, 0), _at(inputs, 1), _at(outputs, 0)
+    left = _at(inputs, 0)
+    right = _at(inputs, 1)
+    out = _at(outputs, 0)
     terms, arrow, result = str(node.attributes.get("equation", "")).replace(" ", "").partition("->")
     letters = terms.split(",")
     if left is None or right is None or out is None or len(inputs) != 2 or len(letters) != 2 or not arrow or "." in terms:
@@ -201,7 +207,9 @@ def _einsum(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | No
     if any(len(names) != len(found.shape) for names, found in zip(letters, (left, right), strict=True)):
         return None
     sizes = dict(zip("".join(letters), (*left.shape, *right.shape), strict=True))
-    first, second, third = set(letters[0]), set(letters[1]), set(result)
+    first = set(letters[0])
+    second = set(letters[1])
+    third = set(result)
     groups = first & second & third, (first & third) - second, (second & third) - first, (first & second) - third
     batch, rows, columns, inner = (math.prod(sizes[name] for name in group) for group in groups)
     return _matrix_product(node, (batch, rows, columns, inner))

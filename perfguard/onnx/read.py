@@ -168,7 +168,8 @@ def _check_file(path: Path, max_bytes: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OnnxError(path, "is not a regular file", "Give the path of a file.")
     if status.st_size > max_bytes:
-        size, most = format_bytes(status.st_size), format_bytes(max_bytes)
+        size = format_bytes(status.st_size)
+        most = format_bytes(max_bytes)
         raise OnnxError(path, f"has {size}, more than the limit of {most}", "If you trust it, raise max_bytes.")
     if not status.st_size:
         raise OnnxError(path, "is empty", "Export the network again.")

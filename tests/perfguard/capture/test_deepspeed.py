@@ -16,9 +16,12 @@ from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError
 from perfguard.graph import Phase, StorageKind
 from perfguard.unmodelled import HOST_OPTIMIZER
+from perfguard.graph.libraries import HOST_OPTIMIZER
+from tests.perfguard.capture import toy_deepspeed
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_deepspeed import train
 from tests.perfguard.capture.toy_ranks import bytes_of, in_a_child, language_model
+from tests.warm import run_warm
 
 pytestmark = [
     pytest.mark.slow,  # it takes some seconds to import
@@ -30,8 +33,14 @@ NUM_PARAMETERS = sum(parameter.numel() for parameter in language_model().paramet
 dry_run = functools.partial(in_a_child, gpu="h100")
 
 
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """Import it once, instead of in each dry run. An import takes four seconds of processor time."""
+    importlib.import_module("deepspeed")
+
+
 @pytest.fixture
-def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_two(monkeypatch: pytest.MonkeyPatch, imported: None) -> None:
     for name, value in torchrun_variables(2).items():
         monkeypatch.setenv(name, value)
 
@@ -42,6 +51,13 @@ def test_peak_is_that_of_real_tensors(stage: int, of_two: None) -> None:
     assert graph.peak_live_bytes == pytest.approx(allocated_bytes(f"DeepSpeed ZeRO {stage}", 2), rel=0.001)
     assert "deepspeed" in graph.options
     assert {"allreduce_", "_allgather_base_"} & {op.name for op in graph.ops}
+
+
+def test_it_may_be_imported_first_in_the_dry_run(of_two: None) -> None:
+    """Its accelerator is then chosen on the stage. The process that captures has not imported it, unlike this one."""
+    status, printed = run_warm("-m", toy_deepspeed.__name__, cwd=Path.cwd(), timeout_s=300)
+    assert status == 0, printed
+    assert {"allreduce_", "_allgather_base_"} & {*printed.split()}
 
 
 @pytest.mark.parametrize("settings", [{"two_groups": True}, {"sub_group_size": 500_000}])

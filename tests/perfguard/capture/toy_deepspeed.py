@@ -1,14 +1,15 @@
-"""A small transformer, trained by DeepSpeed."""
+"""A small transformer, trained by DeepSpeed. As a script it prints the operators of a dry run that imports DeepSpeed itself."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tests.perfguard.capture.toy_ranks import STEPS, VOCABULARY, language_model
+from tests.perfguard.capture.toy_ranks import STEPS, VOCABULARY, in_a_child, language_model
 
 ZERO = {f"DeepSpeed ZeRO {stage}": stage for stage in (1, 2, 3)}
 
@@ -50,3 +51,8 @@ def train(
         begins()
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten()))
         engine.step()
+
+
+if __name__ == "__main__":
+    assert "deepspeed" not in sys.modules
+    print(*(op.name for op in in_a_child(lambda: train(3), gpu="h100").graph.ops))
