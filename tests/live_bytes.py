@@ -6,7 +6,8 @@ batches and data sets of the host do not count. It asks nothing of PerfGuard. No
     on the device    the storage of a tensor that was made or moved there, or computed of one that is there
     live bytes       the sum over these storages, each from its making to its end
 
-What kernels take beside their results is not tracked. Where a GPU keeps something else than a CPU for a backward pass, the
+What kernels take beside their results is not tracked, but for the losses of which they take a mean or a sum (a profile of PyTorch
+shows them: `tests/perfguard/graph/test_recorder.py`). Where a GPU keeps something else than a CPU for a backward pass, the
 tracker does as the GPU: dropout keeps a mask of bytes, and optimizers step all their parameters at once ("foreach"). Where
 PyTorch does something else because it is tracked, the tracker does as PyTorch alone: autograd adds a second gradient to the first
 in place, where nothing else holds that, and writes the gradient of a selection into its zeros.
@@ -36,6 +37,13 @@ _IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
 }
+_BESIDE_A_LOSS: dict[Any, int] = {
+    torch.ops.aten.mse_loss.default: 0,
+    torch.ops.aten.smooth_l1_loss.default: 0,
+    torch.ops.aten.huber_loss.default: 0,
+    torch.ops.aten.binary_cross_entropy_with_logits.default: 1,
+}
+"""Tensors as large as the losses of all elements that a kernel takes while it runs, without those losses themselves."""
 _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
@@ -88,9 +96,14 @@ class LiveBytes(TorchDispatchMode):
         is_of_backward = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
         self._zeros = out.untyped_storage()._cdata if func in _ZEROS and is_of_backward else -1
         is_on_device = any(self.is_on_device(tensor) for tensor in given)
-        for tensor in tree_leaves(out) if is_on_device else ():
+        made = out[:1] if func is torch.ops.aten._pack_padded_sequence.default else out  # the other one is for the host
+        for tensor in tree_leaves(made) if is_on_device else ():
             if isinstance(tensor, torch.Tensor):
                 self.track(tensor)
+        if is_on_device and func in _BESIDE_A_LOSS:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            number = _BESIDE_A_LOSS[func] + (out.shape != shape)
+            self.peak = max(self.peak, self.now + number * shape.numel() * out.element_size())
         return out
 
     def _is_accumulated(self, gradient: Any, other: Any) -> bool:
@@ -189,6 +202,29 @@ def _on_cpu(value: Any) -> Any:
     return _CPU if _is_gpu(value) else value
 
 
+def _autocast_here(own: Callable[..., None]) -> Callable[..., None]:
+    """Autocast of "cuda" as that of the CPU. Their lists differ: a program computes its loss in float32 of its own will."""
+
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        own(self, "cpu" if _is_gpu(device_type) else device_type, *args, **kwargs)
+
+    return __init__
+
+
+def _loading_there(own: Callable[..., Any], live: LiveBytes) -> Callable[..., Any]:
+    """Load a file on the host. If it is for the device, what it holds is there."""
+
+    def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            loaded = own(f, map_location="cpu", **kwargs)
+        for leaf in tree_leaves(loaded) if _is_gpu(map_location) else ():
+            if isinstance(leaf, torch.Tensor):
+                live.track(leaf)
+        return loaded
+
+    return load
+
+
 @contextmanager
 def live_bytes_tracked() -> Iterator[LiveBytes]:
     """Run the block on the CPU, with what it puts on "cuda" tracked."""
@@ -201,8 +237,18 @@ def live_bytes_tracked() -> Iterator[LiveBytes]:
             (torch.cuda, "synchronize", lambda *_: None),
             (torch.cuda, "empty_cache", lambda: None),
             (torch.cuda, "manual_seed_all", lambda _: None),
+            (torch.cuda, "is_bf16_supported", lambda *_: True),
+            (torch.cuda, "set_device", lambda _: None),
+            (torch.cuda.random, "get_rng_state", lambda *_: torch.zeros(8, dtype=torch.uint8)),
+            (torch.cuda.random, "set_rng_state", lambda *_: None),
+            (torch.cuda, "get_device_properties", lambda *_: mock.Mock(major=8, minor=0, total_memory=2**35)),
+            (torch.cuda, "get_device_capability", lambda *_: (8, 0)),
+            (torch.cuda, "get_device_name", lambda *_: "a GPU"),
+            (torch.autocast, "__init__", _autocast_here(torch.autocast.__init__)),
+            (torch, "load", _loading_there(torch.load, live)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # `torch.compile` is predicted as eager, and says so
         stack.enter_context(live)
         stack.enter_context(_OnDevice(live))
         live.calibrate()

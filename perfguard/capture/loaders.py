@@ -113,6 +113,8 @@ class Loaders:
         self._stated_steps: list[tuple[Any, float]] = []
         """Steps of the trainers that state them. Infinite: one may stop at any step."""
         self._num_epochs = 0
+        self._lengths: list[int | None] = []
+        """Batches of the loader of each epoch. None: it does not say."""
         self._num_unfed = 0
         """Steps since a loader has given a batch."""
         self._feeding = _Pass()
@@ -125,6 +127,8 @@ class Loaders:
         """Whether the latest forward pass had no gradients."""
         self._was_cut = False
         """Whether the first epoch was cut short."""
+        self._has_just_cut = False
+        """Whether the latest that happened to any loader is that it was cut short."""
         self._steps_of_first: int | None = None
         """Steps of the first epoch, if it came to its own end."""
         self.first_ended_at: int | None = None
@@ -205,6 +209,8 @@ class Loaders:
             self._giving = [other for other in self._giving if not _are_alike(other, loader)]  # its pass was left by a `break`
             self._evaluates = False
         latest = self._passes.setdefault(loader, _Pass())
+        ends_too = event == "asked" and self._has_just_cut and any(_are_alike(loader, other) for other in self._beside)
+        self._has_just_cut = False
         if event == "asked":
             self.on_asked()
             latest.loop.begins_at.append(self._num_operators())
@@ -215,12 +221,13 @@ class Loaders:
                 self._giving.append(loader)
         elif event == "asked" and latest.feeds and self._num_epochs == 1 and (batch := self._longest_batch(loader)) is not None:
             return batch
-        elif event != "asked" or (self._shows_nothing_new(latest) and not _fails_at_end()):
+        elif event != "asked" or ends_too or (self._shows_nothing_new(latest) and not _fails_at_end()):
             latest.has_ended = event != "begins"
             self._giving = [other for other in self._giving if other is not loader]
             if event == "asked" or (event == "ended" and latest.feeds):
                 self._note_loop(loader, latest)
             if event == "asked":
+                self._has_just_cut = True  # `zip(..., strict=True)` asks the others whether they end, too
                 raise StopIteration
         return None
 
@@ -331,7 +338,8 @@ class Loaders:
                 self.first_ended_at = latest.begins_at
                 self._end_first_epoch(num_steps - 1)
             self._num_epochs += 1
-        if self._num_epochs < 2:  # loaders may be made anew for the next
+            self._lengths.append(_length_of(loader))
+        if self._num_epochs < 2 and likely:  # loaders may be made anew for the next; the second optimizer of a step is given none
             self._beside = self._beside.intersection(likely[1:]) if len(self._used) > 1 else {*likely[1:]}
         if len(self._used) == 2 or (len(self._used) == 3 and self.may_spare):  # a third step that takes all of it is enough
             self._allowance = Allowance(self._seconds_spared)
@@ -375,7 +383,16 @@ class Loaders:
             return None, None
         if per_epoch is None:
             return None, None
-        return per_epoch, per_epoch * (math.ceil(self._num_steps / per_epoch) if are_counted else self._num_epochs)
+        if are_counted:
+            return per_epoch, per_epoch * math.ceil(self._num_steps / per_epoch)
+        return per_epoch, per_epoch * self._num_epochs + self._steps_beyond_first(per_epoch)
+
+    def _steps_beyond_first(self, per_epoch: int) -> int:
+        """Steps that later epochs make more than the first, whose loaders are longer: the data grow, or a fold is smaller."""
+        steps = [math.ceil((number or 0) / self._batches_per_step) for number in self._lengths]
+        if 0 in steps or steps[0] != per_epoch:  # one does not say, or something else than its loader ends an epoch
+            return 0
+        return sum(steps) - per_epoch * len(steps)
 
     def _steps_per_epoch(self) -> int | None:
         if self._trainer is None or 0 in self._used[:3]:  # several steps for a batch

@@ -91,8 +91,12 @@ class Values:
         ``record(func, args, kwargs, out)`` writes one down that meta cannot run, because the size of its result is a value.
         """
         writes = operator_of(func).writes
+        if operator_of(func).name == "set_":  # it changes what a tensor is of, as `torch.save` does, and no values
+            return func(*args, **kwargs)
         if [position for position, _ in writes] == [0] and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return self._write(func, args, kwargs)
+        if [position for position, _ in writes] == [0] and args and isinstance(args[0], list):
+            return self._write_each(func, args, kwargs)
         is_sure = self._follows(func, args, kwargs)
         has_size_by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
         if is_sure is None or (has_size_by_value and not is_sure):
@@ -132,6 +136,27 @@ class Values:
             func(_part_of(whole, target), *others_on_host, **self._keywords_on_host(kwargs))
             version = _version_of(target) + 1  # PyTorch counts this write when it has returned
             self._known[target.untyped_storage()] = found._replace(source=whole, version=version)
+        return out
+
+    def _write_each(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that changes a list of tensors, such as the numbers of steps of an optimizer that was resumed.
+
+        Their values stay known if those of all are, and they are numbers.
+        """
+        targets = args[0]
+        others = tensors_in((args[1:], kwargs))
+        are_numbers = all(isinstance(x, torch.Tensor) and x.numel() == 1 for x in (*targets, *others))
+        found = [self._of(target) for target in targets] if are_numbers else [None]
+        out = func(*args, **kwargs)
+        if None in found or not all(self.are_known(tensor) for tensor in others if tensor.is_meta):
+            return out
+        with _disable_current_modes(), suppress(Exception):  # then they are not known any longer
+            wholes = [value.copied() for value in found if value is not None]
+            parts = [_part_of(whole, target) for whole, target in zip(wholes, targets, strict=True)]
+            func(parts, *tree_map_only(torch.Tensor, self._on_host, args[1:]), **self._keywords_on_host(kwargs))
+            for target, value, whole in zip(targets, found, wholes, strict=True):
+                version = _version_of(target) + 1  # PyTorch counts this write when it has returned
+                self._known[target.untyped_storage()] = value._replace(source=whole, version=version)  # type: ignore[union-attr]
         return out
 
     @staticmethod

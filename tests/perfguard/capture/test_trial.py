@@ -611,6 +611,31 @@ def test_steps_are_batches_times_epochs(number: int, drop_last: bool, epochs: in
     assert (captured.steps_per_epoch, captured.steps) == (per_epoch, per_epoch * epochs)
 
 
+def test_epochs_over_data_that_grow_have_more_steps() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in (320, 352, 400):  # as the labelled samples of active learning
+            for _ in range(2):
+                fit(model, rows(number), optimizer, epochs=1)
+
+    captured = capture(objective, A100)
+    assert (captured.steps_per_epoch, captured.steps) == (10, 2 * (10 + 11 + 13))
+
+
+def test_strict_zip_of_two_loaders_is_cut_as_one() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for (x, y), (other, _) in zip(rows(), rows(), strict=True):
+                (F.cross_entropy(model(x.cuda()), y.cuda()) + model(other.cuda()).square().mean()).backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    assert (captured.unseen, captured.steps) == ("", 30)
+
+
 def evaluate(model: nn.Module, loader: Any) -> int:
     model.eval()
     right = 0
@@ -1522,6 +1547,23 @@ def test_state_of_an_optimizer_is_loaded_on_a_cpu(tmp_path: Path) -> None:
         optimizer.load_state_dict(torch.load(tmp_path / "state.pt", map_location="cpu"))
 
     assert capture(objective, CPU).unseen == ""
+
+
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+def test_a_trial_that_is_resumed_goes_on_with_the_numbers_of_its_optimizer(place: str, tmp_path: Path) -> None:
+    # Adam divides by a power of its number of steps, which is on the device after `torch.load(..., map_location="cuda")`.
+    def objective() -> None:
+        for _part in range(2):
+            model = nn.Linear(20, 3).cuda()
+            optimizer = torch.optim.Adam(model.parameters())
+            if (tmp_path / place).exists():
+                optimizer.load_state_dict(torch.load(tmp_path / place, map_location=place))
+            for _ in range(2):
+                fit(model, rows(), optimizer, epochs=1)
+                torch.save(optimizer.state_dict(), tmp_path / place)
+
+    captured = capture(objective, A100)
+    assert (captured.unseen, captured.steps) == ("", 4 * captured.steps_per_epoch)  # type: ignore[operator]
 
 
 def test_longest_samples_that_are_not_padded_hardly_ever_meet() -> None:
