@@ -16,7 +16,6 @@ from perfguard.capture.ranks import torchrun_variables
 from perfguard.exceptions import CaptureError
 from perfguard.graph import Phase, StorageKind
 from perfguard.unmodelled import HOST_OPTIMIZER
-from perfguard.graph.libraries import HOST_OPTIMIZER
 from tests.perfguard.capture import toy_deepspeed
 from tests.perfguard.capture.toy_allocated import allocated_bytes
 from tests.perfguard.capture.toy_deepspeed import train
