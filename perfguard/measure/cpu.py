@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -32,7 +31,7 @@ class CpuProbe:
         cuda: stands in for the module ``torch.cuda``.
     """
 
-    def __init__(self, *, cuda: Any = None) -> None:
+    def __init__(self, *, cuda: object = None) -> None:
         import torch
 
         self._use = CudaUse(torch.cuda if cuda is None else cuda)
