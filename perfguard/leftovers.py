@@ -49,7 +49,7 @@ def largest_tensors(kind: str, number: int = 3) -> str:
     return ", ".join(f"{tuple(one.shape)} of {format_bytes(size)}{_holder_of(one)}" for size, one in sizes[:number])
 
 
-def _holder_of(thing: Any) -> str:
+def _holder_of(thing: object) -> str:
     """The function or the global variable that leads to ``thing`` by at most six references, in words. Empty: there is none."""
     level = [thing]
     seen = {id(thing)}

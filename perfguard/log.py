@@ -184,7 +184,7 @@ class MeasurementStore:
         device: Device | None,
         study: str,
         trial: int | None,
-        params: Mapping[str, Any],
+        params: Mapping[str, object],
         trial_id: str | None = None,
     ) -> str:
         """Log one verdict and return its id, which :meth:`record_measurement` takes.

@@ -41,7 +41,7 @@ def write_parquet(path: Path, columns: Sequence[str], rows: Sequence[Sequence[An
     table.to_parquet(path, index=False)
 
 
-def _kind_of(column: Sequence[Any]) -> str:
+def _kind_of(column: Sequence[object]) -> str:
     """The type of a column in pandas. A count of bytes stays an integer, also where some are missing."""
     kinds = {type(value) for value in column if value is not None}
     if kinds == {int}:

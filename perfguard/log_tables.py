@@ -168,13 +168,13 @@ def device_row(device: Device) -> Row:
     return Row("devices", {"content_hash": key, "device_id": device.id, "data": data})
 
 
-def decision_row(verdict: Verdict, params: Mapping[str, Any], **values: Any) -> Row:
+def decision_row(verdict: Verdict, params: Mapping[str, object], **values: object) -> Row:
     """Return the row of a verdict."""
     values |= {"params": as_json(params)} | dict.fromkeys(VERDICT_COLUMNS) | columns_of(verdict)
     return Row("decisions", {name: _plain(value) for name, value in values.items()})
 
 
-def measurement_row(measurement: Measurement, **values: Any) -> Row:
+def measurement_row(measurement: Measurement, **values: object) -> Row:
     """Return the row of a measurement. What is no number goes into the note, in words."""
     values |= asdict(measurement)
     strange = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
@@ -331,7 +331,7 @@ def as_time(time_ns: int) -> datetime:
     return _1970 + timedelta(microseconds=time_ns // 1000)
 
 
-def as_json(params: Mapping[str, Any]) -> str:
+def as_json(params: Mapping[str, object]) -> str:
     """Return ``params`` as JSON. A value that JSON does not know is written as text."""
     try:
         return json.dumps(dict(params), default=str)
@@ -339,7 +339,7 @@ def as_json(params: Mapping[str, Any]) -> str:
         return json.dumps({str(name): repr(value) for name, value in params.items()})
 
 
-def _plain(value: Any) -> int | float | str | None:
+def _plain(value: object) -> int | float | str | None:
     """``value`` as every driver takes it: no numpy scalars, no lone surrogates, no NUL, no NaN, no integer of over 64 bits."""
     if value is None:
         return None

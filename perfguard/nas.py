@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from perfguard.exceptions import ConfigurationError, TooLargeError
 from perfguard.guard import Guard
@@ -75,7 +75,7 @@ class LatencyConstraint:
         max_latency_ms: float | None = None,
         max_energy_j: float | None = None,
         max_memory: int | str | None = None,
-        inputs: Any = None,
+        inputs: object = None,
         risk: float = EVEN_CHANCE,
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:

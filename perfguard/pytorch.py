@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def is_compiled(model: Any) -> bool:
+def is_compiled(model: object) -> bool:
     """Whether torch.compile wraps ``model``, or the one module in a wrapper without parameters of its own, such as DDP."""
     import torch
 
@@ -37,7 +37,7 @@ def module_inside(module: nn.Module) -> nn.Module:
     return inside
 
 
-def function_inside(function: Any) -> Any:
+def function_inside(function: object) -> Any:
     """What torch.compile was given to make ``function``. None: it did not make it."""
     return vars(function).get("_torchdynamo_orig_callable") if isinstance(function, FunctionType) else None
 
@@ -68,7 +68,7 @@ def has_data_parallel(model: nn.Module) -> bool:
     return any(isinstance(module, nn.DataParallel) for module in model.modules())
 
 
-def _is_wrapped(value: Any) -> bool:
+def _is_wrapped(value: object) -> bool:
     if function_inside(value) is not None:
         return "_torchdynamo_disable" not in vars(value)
     state = getattr(value, "__dict__", {})
@@ -77,7 +77,7 @@ def _is_wrapped(value: Any) -> bool:
     return function_inside(state.get("_compiled_call_impl")) is not None  # module.compile()
 
 
-def _is_optimized(value: Any) -> bool:
+def _is_optimized(value: object) -> bool:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing is compiled
     return eval_frame is not None and isinstance(value, eval_frame.OptimizedModule)
 

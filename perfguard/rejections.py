@@ -96,7 +96,9 @@ class Search:
         self.any_repeated = True
         return known
 
-    def remember(self, key: Hashable, verdict: Verdict, *, params: Mapping[str, Any], decision_id: str = "") -> Rejection | None:
+    def remember(
+        self, key: Hashable, verdict: Verdict, *, params: Mapping[str, object], decision_id: str = ""
+    ) -> Rejection | None:
         """Remember that ``key`` does not fit, or forget it where it does now. Return what was known of it.
 
         ``params`` are those by which the tuner can propose it again.

@@ -191,7 +191,7 @@ def _can_run(fits: Callable[[Workload], bool], workload: Workload) -> bool:
         return False
 
 
-def can_checkpoint(model: Any) -> bool:
+def can_checkpoint(model: object) -> bool:
     """Whether ``model`` has a switch for activation checkpointing, as those of transformers and timm have, and it is off."""
     states = ("is_activation_checkpointing", "is_gradient_checkpointing", "grad_checkpointing")
     is_on = next((bool(getattr(model, state)) for state in states if hasattr(type(model), state) or state in vars(model)), False)
@@ -199,7 +199,7 @@ def can_checkpoint(model: Any) -> bool:
 
 
 @contextmanager
-def checkpointing(model: Any, *, on: bool) -> Iterator[None]:
+def checkpointing(model: object, *, on: bool) -> Iterator[None]:
     """The model's activation checkpointing switched on inside the block, and off after it."""
     switch = _switch_of(model) if on else None
     if switch is None:
@@ -212,7 +212,7 @@ def checkpointing(model: Any, *, on: bool) -> Iterator[None]:
         switch(False)
 
 
-def _switch_of(model: Any) -> Callable[[bool], object] | None:
+def _switch_of(model: object) -> Callable[[bool], object] | None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # transformers since 5.23, and before
         enable = getattr(model, f"{name}_enable", None)
         disable = getattr(model, f"{name}_disable", None)

@@ -57,7 +57,7 @@ class Report:
 # --- Where a report comes from --------------------------------------------------------------------------------------------------
 
 
-def write_report(source: Any, path: str | os.PathLike[str], *, study: str | None = None) -> Path:
+def write_report(source: object, path: str | os.PathLike[str], *, study: str | None = None) -> Path:
     """Write the report of a guarded study or of a measurement log as one HTML file.
 
     Example:
@@ -83,7 +83,7 @@ def write_report(source: Any, path: str | os.PathLike[str], *, study: str | None
     return file
 
 
-def read_report(source: Any, *, study: str | None = None) -> Report:
+def read_report(source: object, *, study: str | None = None) -> Report:
     """Read the report of a guarded study or of a measurement log.
 
     Args:

@@ -52,7 +52,7 @@ class Tracker:
         ConfigurationError: for another name, or if the package is not installed.
     """
 
-    def __init__(self, to: TrackerName, **settings: Any) -> None:
+    def __init__(self, to: TrackerName, **settings: object) -> None:
         if to not in get_args(TrackerName):
             raise ConfigurationError(f"The tracker must be one of {', '.join(get_args(TrackerName))}, but got {to!r}.")
         self.to = to

@@ -277,7 +277,7 @@ class WatchedParams(_Dict):
     ``build`` may remove items, as from any dict, so the given ones are kept.
     """
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
+    def __init__(self, params: Mapping[str, object]) -> None:
         self.given: dict[str, Any] = params.given if isinstance(params, WatchedParams) else dict(params)
         """All parameters. To look here does not count as reading."""
         self.missing: set[str] = set()
@@ -298,7 +298,7 @@ class WatchedParams(_Dict):
         (self._read if name in self.given else self.missing).add(name)
         return dict.__getitem__(self, name)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         dict.__setitem__(self, name, value)
 
     def __delitem__(self, name: str) -> None:
@@ -335,7 +335,7 @@ class CapturingBuild(Protocol):
 
     captures: bool
 
-    def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
+    def __call__(self, params: Mapping[str, object]) -> CapturedTrial:
         """Return what the objective would run with ``params``."""
         ...
 
@@ -343,7 +343,7 @@ class CapturingBuild(Protocol):
 AnyBuild = Build | CapturingBuild
 
 
-def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
+def build_workload(build: Build, params: Mapping[str, object]) -> Workload:
     """Call ``build(params)`` so that it allocates nothing: on the meta device where it can, as it stands where it cannot.
 
     The user's random numbers are left where they were.
@@ -383,12 +383,12 @@ def announce_optimizer(workload: Workload) -> None:
         )
 
 
-def is_missing_parameter(error: BaseException, params: Mapping[str, Any]) -> bool:
+def is_missing_parameter(error: BaseException, params: Mapping[str, object]) -> bool:
     """Whether ``error`` means that ``params`` lacks a parameter."""
     return isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str) and error.args[0] not in params
 
 
-def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
+def _build_on_the_host(build: Build, params: Mapping[str, object]) -> Workload:
     try:
         with too_large_named():
             return build(params)
@@ -400,13 +400,13 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
         raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}{_hint(error, params)}") from error
 
 
-def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
+def why_missing(names: Iterable[str], params: Mapping[str, object]) -> str:
     """A sentence on the parameters that ``build`` reads and the trial lacks, with the nearest that it has."""
     missing = " and ".join(f"{name!r}{did_you_mean(name, params)}" for name in sorted(names))
     return f"build(params) reads {missing}, which the trial has not suggested"
 
 
-def _hint(error: Exception, params: Mapping[str, Any]) -> str:
+def _hint(error: Exception, params: Mapping[str, object]) -> str:
     """A correction of a common mistake; empty: none is known."""
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         if error.obj is not params:
@@ -429,7 +429,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str
 # A batch as a user describes it: tensors, specifications and shapes, nested in tuples, lists and dicts.
 
 
-def _as_shape(value: Any) -> tuple[int, ...] | None:
+def _as_shape(value: object) -> tuple[int, ...] | None:
     """The shape that a tuple or list of integers stands for, those of NumPy included; None: it is something else."""
     if not isinstance(value, (tuple, list)) or not value or any(isinstance(size, bool) for size in value):
         return None
@@ -440,7 +440,7 @@ def _as_shape(value: Any) -> tuple[int, ...] | None:
     return None
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: object, change: Callable[[Any], Any]) -> Any:
     """The nest ``value`` with ``change(leaf)`` in the place of each leaf; a shape is handed over as a TensorSpec."""
     from torch.nn.utils.rnn import PackedSequence
 
@@ -457,12 +457,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def shape_of(leaf: Any) -> tuple[int, ...] | None:
+def shape_of(leaf: object) -> tuple[int, ...] | None:
     """The shape of a tensor or TensorSpec; None for anything else."""
     return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
 
 
-def shapes_in(value: Any) -> list[tuple[int, ...]]:
+def shapes_in(value: object) -> list[tuple[int, ...]]:
     """The shapes of all tensors and specifications in ``value``, in order."""
     found: list[tuple[int, ...] | None] = []
     mapped(value, lambda leaf: found.append(shape_of(leaf)))

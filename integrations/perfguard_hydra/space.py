@@ -64,7 +64,7 @@ class SearchSpace:
         self.extend(trial)
         return trial.params
 
-    def overrides(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+    def overrides(self, params: Mapping[str, object]) -> tuple[str, ...]:
         """Return the overrides of a job with ``params``, as a launcher takes them."""
         return (*(f"{name}={value}" for name, value in params.items()), *self.fixed.values())
 

@@ -46,7 +46,7 @@ def attributes_of(verdict: Verdict, device: Device) -> dict[str, Any]:
 
 
 def write(
-    study: optuna.Study, trial: AnyTrial, attributes: Mapping[str, Any], constraints: Mapping[str, float] | None = None
+    study: optuna.Study, trial: AnyTrial, attributes: Mapping[str, object], constraints: Mapping[str, float] | None = None
 ) -> None:
     """Write user attributes and constraints into a trial. A trial that has finished meanwhile is left as it is.
 

@@ -54,7 +54,7 @@ class ObjectiveBuild(DryRuns):
         self.clock = clock or GuardClock()
         self.note_seconds = self.clock.note_dry_run
 
-    def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
+    def __call__(self, params: Mapping[str, object]) -> CapturedTrial:
         """Return what the objective would run with ``params``, in the trial that :func:`asked_for` names.
 
         Raises:
@@ -103,7 +103,7 @@ def _answer(name: str, value: Any, distribution: BaseDistribution) -> Answer:
     return Answer(name, value, low + share * (high - low))
 
 
-def _told(fact: Any) -> Any:
+def _told(fact: object) -> Any:
     return fact.read() if isinstance(fact, Told) else fact
 
 

@@ -139,7 +139,7 @@ class DryStorage:
             raise AttributeError(name)
         return lambda *args, **kwargs: self._run(name, *args, **kwargs)
 
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, *args: object, **kwargs: object) -> Any:
         if args and args[0] == _OWN:
             args = self._trial.number, *args[1:]
         return getattr(self._filled(), name)(*args, **kwargs)
@@ -176,10 +176,10 @@ class DryStorage:
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
         return {**self._trial.fact("study_system_attrs"), **self._attrs["study_system_attrs"]}
 
-    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
+    def set_study_user_attr(self, study_id: int, key: str, value: object) -> None:
         self._attrs["study_user_attrs"][key] = value
 
-    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+    def set_study_system_attr(self, study_id: int, key: str, value: object) -> None:
         self._attrs["study_system_attrs"][key] = value
 
     def get_all_trials(
@@ -201,16 +201,16 @@ class DryStorage:
         is_own = self._memory is None and trial_id == _OWN
         return self._trial.system_attrs if is_own else dict(self._run("get_trial_system_attrs", trial_id))
 
-    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+    def set_trial_user_attr(self, trial_id: int, key: str, value: object) -> None:
         self._write("set_trial_user_attr", trial_id, key, value)
 
-    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+    def set_trial_system_attr(self, trial_id: int, key: str, value: object) -> None:
         self._write("set_trial_system_attr", trial_id, key, value)
 
     def set_trial_intermediate_value(self, trial_id: int, step: int, value: float) -> None:
         self._write("set_trial_intermediate_value", trial_id, step, value)
 
-    def _write(self, method: str, trial_id: int, *args: Any) -> None:
+    def _write(self, method: str, trial_id: int, *args: object) -> None:
         """Write to a trial. That of the dry run keeps what is written to it by itself, and fills the memory with it."""
         if self._memory is not None or trial_id != _OWN:
             self._run(method, trial_id, *args)

@@ -43,7 +43,7 @@ class Told:
 
     __slots__ = ("_content", "_text")
 
-    def __init__(self, content: Any, text: str) -> None:
+    def __init__(self, content: object, text: str) -> None:
         try:
             self._content = pickle.dumps(content)
         except Exception as error:  # an attribute in a storage in memory may be anything
@@ -148,7 +148,7 @@ _OF_STORAGE = ("system_attrs", "constraints", "study_name", "study_user_attrs", 
 class ParamsAndFacts(Mapping[str, Any]):
     """Parameters, and the facts of a trial, which are looked up as they are asked for."""
 
-    def __init__(self, params: Mapping[str, Any], facts: Facts) -> None:
+    def __init__(self, params: Mapping[str, object], facts: Facts) -> None:
         self._params = params
         self._facts = facts
 

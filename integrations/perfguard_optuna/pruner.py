@@ -94,7 +94,11 @@ class PerfGuardPruner(HyperbandPruner):
         return self._inner is not None and self._inner.prune(study, trial)
 
     def trial(
-        self, trial: optuna.trial.BaseTrial | None, model: Workload | nn.Module | None = None, batch: Any = None, **fields: Any
+        self,
+        trial: optuna.trial.BaseTrial | None,
+        model: Workload | nn.Module | None = None,
+        batch: object = None,
+        **fields: object,
     ) -> GuardedRun:
         """See :meth:`OptunaGuard.trial`."""
         return self.guard.trial(trial, model, batch, **fields)

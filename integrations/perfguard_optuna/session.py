@@ -199,7 +199,7 @@ class OptunaSession:
             self._note(decision, params.used)
         return decision
 
-    def _note(self, decision: Decision, used: Mapping[str, Any]) -> None:
+    def _note(self, decision: Decision, used: Mapping[str, object]) -> None:
         """Note a new decision, for which the parameters ``used`` were read, and write it into the trial."""
         self.params = used
         self.error = None
@@ -261,7 +261,7 @@ class OptunaSession:
             self._write({"stopped": reason}, self.core.margins_over("time"))
         return reason
 
-    def _after_step(self, optimizer: Any) -> None:
+    def _after_step(self, optimizer: object) -> None:
         if self.real_step is not None:
             self.real_step.after_step(optimizer)
         self.check_pace()
@@ -349,7 +349,7 @@ class OptunaSession:
             attributes["first_step_s"] = first_step_s
         self._write(attributes, ending.margins)
 
-    def _write(self, attributes: Mapping[str, Any], margins: Mapping[Quantity, float] | None = None) -> None:
+    def _write(self, attributes: Mapping[str, object], margins: Mapping[Quantity, float] | None = None) -> None:
         """Write into the trial; its constraints stay without ``margins``. If the storage cannot be reached, warn once and go on.
 
         Optuna will raise its own error.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
@@ -53,7 +53,7 @@ class TrackingCallback:
         settings: as for :class:`perfguard.tracking.Tracker`.
     """
 
-    def __init__(self, to: TrackerName, **settings: Any) -> None:
+    def __init__(self, to: TrackerName, **settings: object) -> None:
         self._tracker = Tracker(to, **settings)
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
@@ -66,7 +66,7 @@ class TrackingCallback:
         self._tracker.write(f"trial {trial.number}", record_of(trial), more)
 
 
-def read_report(source: Any, study: str | None) -> Report | None:
+def read_report(source: object, study: str | None) -> Report | None:
     """Return the report of ``source``: a study, or the URL or the file of a storage. None: it is something else.
 
     Args:

@@ -89,7 +89,7 @@ def measured(trainable: T) -> T:
     """
 
     class Measured(trainable):  # type: ignore[misc, valid-type]
-        def setup(self, config: dict[str, Any], **parameters: Any) -> None:
+        def setup(self, config: dict[str, Any], **parameters: object) -> None:
             self._perfguard_begin()
             super().setup(config, **parameters)
 
@@ -177,7 +177,7 @@ def _carry_with_reports(run: Run, session: Any) -> None:
     plain: Callable[..., None] = getattr(session.report, "_perfguard_plain", session.report)
     trial_id = getattr(session, "trial_id", None)
 
-    def report(metrics: dict[str, Any], *arguments: Any, **options: Any) -> None:
+    def report(metrics: dict[str, Any], *arguments: object, **options: object) -> None:
         is_ours = trial_id == getattr(session, "trial_id", None)  # an actor that is used again keeps its session
         is_measured = f"{PREFIX}num_steps" in metrics  # by a worker of Ray Train, which runs the steps
         extra = metrics_of(run) if is_ours and not is_measured and RESULT_DUPLICATE not in metrics else {}
@@ -215,13 +215,13 @@ class PerfGuardCallback(Callback):
         ConfigurationError: for anything else.
     """
 
-    def __init__(self, search: Any) -> None:
+    def __init__(self, search: object) -> None:
         self.ledger = ledger_of(search, who="PerfGuardCallback")
 
-    def setup(self, *arguments: Any, **info: Any) -> None:
+    def setup(self, *arguments: object, **info: object) -> None:
         self.ledger.verbose = _verbosity()
 
-    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: object) -> None:
         if self.ledger.guard.on_oom == "repair" and trial.max_failures == 0:
             raise ConfigurationError(
                 "on_oom='repair' needs Tune to start failed trials again: "
@@ -231,7 +231,7 @@ class PerfGuardCallback(Callback):
         with asked_for(Facts.of(trial)):
             self.ledger.start(trial.trial_id, trial.config, trial=number_of(trial), from_checkpoint=from_checkpoint)
 
-    def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any) -> None:
+    def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: object) -> None:
         entry = self.ledger.entries.get(trial.trial_id)
         if entry is None:
             return
@@ -260,10 +260,10 @@ class PerfGuardCallback(Callback):
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
 
-    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: object) -> None:
         self.ledger.finish(trial.trial_id)
 
-    def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+    def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: object) -> None:
         """Tune starts a trial again (``FailureConfig``). One that ran out of memory runs with a repair, or not at all."""
         how = self._how_failed(trial)
         if how.status != "oom" or trial.trial_id not in self.ledger.entries:
@@ -274,7 +274,7 @@ class PerfGuardCallback(Callback):
         else:
             trial.set_config({**trial.config, REPAIR_KEY: asdict(repair)})
 
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: object) -> None:
         self.ledger.finish(trial.trial_id, self._how_failed(trial))
 
     def _how_failed(self, trial: Trial) -> HowEnded:
@@ -286,7 +286,7 @@ class PerfGuardCallback(Callback):
         lines = [line for line in str(error or "").splitlines() if line.strip()]  # the last of Ray's lines is the error itself
         return HowEnded(status_of_failure(error), lines[-1].strip()[:200] if lines else "")
 
-    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: object) -> None:
         """Give verdicts to trials that wait for them, and end those whose time is over, or that a stopper has ended."""
         for trial in trials if self.ledger.entries else ():
             entry = self.ledger.entries.get(trial.trial_id)
@@ -302,7 +302,7 @@ class PerfGuardCallback(Callback):
                 status: Status = "ok" if entry.reported else "interrupted"
                 self.ledger.finish(trial.trial_id, HowEnded(status, "stopped with the experiment", "by the tuner"))
 
-    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+    def on_experiment_end(self, trials: list[Trial], **info: object) -> None:
         """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""
         for trial_id in list(self.ledger.entries):
             self.ledger.finish(trial_id, HowEnded("interrupted", "cut off by the end of the driver"))
@@ -314,7 +314,7 @@ class PerfGuardCallback(Callback):
             warn_user(f"The summary cannot be shown. {error} Call `perfguard_ray.summarize` when the log is back.", LogWarning)
 
 
-def summarize(search: Any) -> Summary:
+def summarize(search: object) -> Summary:
     """The guard's summary of a Tune run, from the measurement log.
 
     Example:

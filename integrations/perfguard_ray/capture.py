@@ -60,7 +60,7 @@ class TrainableBuild(DryRuns):
     def start(self) -> None:
         """Ray starts the processes."""
 
-    def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
+    def __call__(self, params: Mapping[str, object]) -> CapturedTrial:
         """Return what a trial with the configuration ``params`` would run.
 
         Raises:
@@ -98,7 +98,7 @@ class TrainableBuild(DryRuns):
         return result
 
 
-def _answer(name: str, value: Any) -> Answer:
+def _answer(name: str, value: object) -> Answer:
     """A float may be a learning rate, which does not change the step. Half of it shows whether it is."""
     return Answer(name, value, value / 2 if isinstance(value, float) and value else None)
 
@@ -130,7 +130,7 @@ def _dry_run(
 class _Fetched:
     """Objects of Ray. They are no parameters of a trial, so all of them are alike."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: object) -> None:
         self.values = values
 
     def __repr__(self) -> str:

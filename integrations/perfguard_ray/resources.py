@@ -15,7 +15,7 @@ from perfguard.risk_budget import SMALL_CHANCE
 from perfguard_ray.ledger import InThisProcess, Ledger, ledger_of
 
 
-def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResources:
+def resources(search: object, *, cpus: float = 1, mig: bool = False) -> TrialResources:
     """A function for ``tune.with_resources``. It gives each trial the part of a GPU that its predicted memory needs.
 
     Example:
@@ -69,7 +69,7 @@ class TrialResources:
     def __call__(self, config: dict[str, Any]) -> PlacementGroupFactory:
         return PlacementGroupFactory([self.of(config)])
 
-    def of(self, config: Mapping[str, Any]) -> dict[str, float]:
+    def of(self, config: Mapping[str, object]) -> dict[str, float]:
         """The resources of a trial with ``config``, as Ray names them. All of a device, if it cannot be predicted."""
         prediction = self._prediction(config)
         guard = self._ledger.guard
@@ -84,7 +84,7 @@ class TrialResources:
         hundredths = math.ceil(100 * needed_bytes / device.memory_bytes)  # rounded up, so the share is never too small
         return own | {"GPU": min(1.0, hundredths / 100)}
 
-    def _prediction(self, config: Mapping[str, Any]) -> Prediction | None:
+    def _prediction(self, config: Mapping[str, object]) -> Prediction | None:
         """The prediction of the decision on this configuration, if it was just made. Otherwise a new one, which is not logged."""
         ledger = self._ledger
         for entry in reversed(ledger.entries.values()):

@@ -127,7 +127,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
         """The wrapped searcher's."""
         return self.searcher.mode
 
-    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: object) -> bool:
         """Forward the call, and remember the constants of the space: suggestions lack them, but ``build`` may need them."""
         self._constants = copy.deepcopy(config)
         set_properties = self.searcher.set_search_properties
@@ -162,14 +162,14 @@ class PerfGuardSearcher(_Guarded, Searcher):
             what = f"proposed {counted.num_rejected} configurations in a row that do not fit"
         return self._give_up(trial_id, what)
 
-    def _judge(self, trial_id: str, suggestion: Mapping[str, Any]) -> Entry:
+    def _judge(self, trial_id: str, suggestion: Mapping[str, object]) -> Entry:
         number = self._num_launched + 1  # as Tune's SearchGenerator counts
         name = f"{getattr(self.ledger.build, 'trainable_name', 'trial')}_{trial_id}"  # as Tune makes it
         config = merge_dicts(self._constants, dict(suggestion))
         with asked_for(Facts(trial_id=trial_id, trial_name=name)):
             return self.ledger.judge(config, trial=number, trial_id=trial_id, proposed=suggestion)
 
-    def _launch(self, trial_id: str, inner_id: str | None, suggestion: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
+    def _launch(self, trial_id: str, inner_id: str | None, suggestion: Mapping[str, object], entry: Entry) -> dict[str, Any]:
         self._num_launched += 1
         self._inner_ids[trial_id] = inner_id
         self.ledger.entries[trial_id] = entry
@@ -251,7 +251,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
             self.searcher.on_trial_complete(inner_id, result=result, error=error)
         self._score_rejected()
 
-    def _remember_worst(self, result: Mapping[str, Any]) -> None:
+    def _remember_worst(self, result: Mapping[str, object]) -> None:
         """Record the worst value of each metric. Infeasible configurations get it as their score."""
         metrics, modes = ([given] if isinstance(given, str) else given or [] for given in (self.metric, self.mode))
         for metric, mode in zip(metrics, modes, strict=False):
@@ -260,7 +260,7 @@ class PerfGuardSearcher(_Guarded, Searcher):
                 worse = max if mode == "min" else min
                 self._worst[metric] = worse(value, self._worst.get(metric, value))
 
-    def add_evaluated_point(self, parameters: dict[str, Any], value: float, *arguments: Any, **options: Any) -> Any:
+    def add_evaluated_point(self, parameters: dict[str, Any], value: float, *arguments: object, **options: object) -> Any:
         return self.searcher.add_evaluated_point(parameters, value, *arguments, **options)
 
     def set_max_concurrency(self, max_concurrent: int) -> bool:
@@ -344,7 +344,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
         """Trials to be made, less those that were left out."""
         return int(self.generator.total_samples) - self._num_left_out
 
-    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: object) -> bool:
         return bool(self.generator.set_search_properties(metric, mode, config, **spec))
 
     def add_configurations(self, experiments: Any) -> None:
@@ -431,7 +431,7 @@ class PerfGuardVariantGenerator(_Guarded, SearchAlgorithm):
     def has_checkpoint(self, dirpath: str) -> bool:
         return bool(self.generator.has_checkpoint(dirpath))
 
-    def save_to_dir(self, dirpath: str, *, session_str: str = "", **options: Any) -> None:
+    def save_to_dir(self, dirpath: str, *, session_str: str = "", **options: object) -> None:
         self.generator.save_to_dir(dirpath, session_str)
         name = self.CKPT_FILE_TMPL.format(session_str)
         _atomic_save(state=self.get_state(), checkpoint_dir=dirpath, file_name=name, tmp_file_name=f"tmp-{name}")
@@ -458,7 +458,7 @@ def _check_at_least_one(name: str, value: int) -> None:
         raise ConfigurationError(f"{name} must be at least 1, but got {value!r}.")
 
 
-def _limiters(searcher: Any) -> list[Any]:
+def _limiters(searcher: object) -> list[Any]:
     """The ConcurrencyLimiters around a searcher, the outermost first."""
     limiters = []
     while isinstance(searcher, ConcurrencyLimiter):
@@ -467,14 +467,14 @@ def _limiters(searcher: Any) -> list[Any]:
     return limiters
 
 
-def _optuna_trial(searcher: Any, inner_id: str) -> Any:
+def _optuna_trial(searcher: object, inner_id: str) -> Any:
     """The Optuna trial behind a suggestion; None if the searcher at the core is not Optuna's. Private since Ray 1.4."""
     while hasattr(searcher, "searcher"):
         searcher = searcher.searcher
     return getattr(searcher, "_ot_trials", {}).get(inner_id)
 
 
-def _set_constraints(searcher: Any, inner_id: str, margins: Mapping[Any, float]) -> None:
+def _set_constraints(searcher: object, inner_id: str, margins: Mapping[Any, float]) -> None:
     """Report constraints to samplers that model them (Optuna 5): the distance from feasibility, negative where it fits."""
     trial = _optuna_trial(searcher, inner_id)
     if not getattr(trial, "constraints", True):  # each is set once

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Topic = Literal["wanted", "seen", "verdict", "difference"]
 
 
-def send(trial_id: str, topic: Topic, content: Any) -> bool:
+def send(trial_id: str, topic: Topic, content: object) -> bool:
     """Leave ``content`` for the other side, in the store through which Tune sends trainables. False: Ray fails, so it is lost."""
     with suppress(Exception):
         internal_kv._internal_kv_put(_key(trial_id, topic), cloudpickle.dumps(content))
@@ -104,7 +104,7 @@ class Watch:
         first_forward = FirstForward(device, judge, pretend_session, problem=found)
         return first_forward
 
-    def after_step(self, optimizer: Any) -> None:
+    def after_step(self, optimizer: object) -> None:
         """Hold a step of ``optimizer`` against the captured one."""
         if self._real_step is not None:
             self._real_step.after_step(optimizer)
@@ -170,7 +170,7 @@ class Facts:
         )
 
     @staticmethod
-    def of_session(session: Any) -> Facts:
+    def of_session(session: object) -> Facts:
         """Return those of the trial of this process. A ``session`` of None: it has none."""
         known = {one.name: getattr(session, one.name, None) for one in fields(Facts)}
         return Facts(**{name: value for name, value in known.items() if value is not None})
@@ -199,7 +199,7 @@ def pretend_session(facts: Facts | None = None) -> None:
     from ray import actor, remote_function
     from ray.train._internal import session
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
 
     for remote in (actor.ActorClass, remote_function.RemoteFunction):  # before anything of them is sent to the cluster

@@ -70,7 +70,7 @@ def ask_for_setup(ask: Callable[[Setup], Setup]) -> None:
         _let_ask(sys.modules[_MODULE], ask)
         return
 
-    def find(name: str, *_: Any) -> ModuleSpec | None:
+    def find(name: str, *_: object) -> ModuleSpec | None:
         if name != _MODULE:
             return None
         sys.meta_path.remove(finder)
@@ -78,7 +78,7 @@ def ask_for_setup(ask: Callable[[Setup], Setup]) -> None:
         loader: Any = spec and spec.loader
         own = loader.exec_module
 
-        def exec_module(module: Any) -> None:
+        def exec_module(module: object) -> None:
             own(module)
             _let_ask(module, ask)
 
@@ -94,7 +94,7 @@ def _let_ask(module: Any, ask: Callable[[Setup], Setup]) -> None:
     own = arguments.__post_init__  # those of TRL have an __init__ of their own, and call this one
     answers: dict[Setup, Setup] = {}
 
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: object) -> None:
         before = _setup_of(self)
         if not answers:  # arguments that differ from the first are those of another model
             answers[before] = ask(before)

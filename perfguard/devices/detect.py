@@ -21,7 +21,7 @@ from perfguard.exceptions import ConfigurationError, MeasuringError
 _T = TypeVar("_T")
 
 
-def resolve_device(gpu: str | Device, *, nvml: Any = None) -> Device:
+def resolve_device(gpu: str | Device, *, nvml: object = None) -> Device:
     """Return the device that ``gpu`` names.
 
     Example:
@@ -77,7 +77,7 @@ def device_here(gpu: str) -> Device:
     return device
 
 
-def visible_gpu(*, nvml: Any = None) -> Device | None:
+def visible_gpu(*, nvml: object = None) -> Device | None:
     """The first GPU that this process may use (``CUDA_VISIBLE_DEVICES``); None: there is none. Does not initialise CUDA.
 
     Args:

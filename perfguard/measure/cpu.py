@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -48,7 +47,7 @@ class CpuProbe:
         cuda: stands in for the module ``torch.cuda``.
     """
 
-    def __init__(self, *, cuda: Any = None) -> None:
+    def __init__(self, *, cuda: object = None) -> None:
         import torch
 
         self._use = CudaUse(torch.cuda if cuda is None else cuda)

@@ -256,7 +256,7 @@ def _refuse_attributes_below_one(node: onnx.NodeProto, index: int) -> None:
 # Sizes that the user gives.
 
 
-def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mapping[str, Any], path: str) -> None:
+def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mapping[str, object], path: str) -> None:
     """Write sizes into the shapes of the model's inputs, in place."""
     tensors = {value.name: value.type.tensor_type for value in inputs if value.type.HasField("tensor_type")}
     symbols = {dim.dim_param for tensor in tensors.values() for dim in tensor.shape.dim if dim.dim_param}

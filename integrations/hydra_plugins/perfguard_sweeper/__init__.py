@@ -56,7 +56,7 @@ class PerfGuardSweeperConf:
 class PerfGuardSweeper(Sweeper):
     """A sweeper over Optuna that launches no job which cannot run. The arguments are the fields of the configuration."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         self._settings = settings
         self._sweep: GuardedSweep | None = None
 
