@@ -326,8 +326,9 @@ def corpus_rows() -> list[list[str]]:
     from tests.corpus.programs import PROGRAMS
     from tests.live_bytes import peak_live_bytes
 
-    rows = []
+    rows: list[list[str]] = []
     for program, true_steps in PROGRAMS.items():
+        print(*rows[-1:], file=sys.stderr, flush=True)  # a quarter of an hour in all
         runs = DryRuns(lambda ask, program=program: program(), resolve_device("a100"))  # type: ignore[misc]
         runs.start()
         start = time.perf_counter()

@@ -62,6 +62,17 @@ class _Pass:
         return self.iterator is not None and self.iterator() is None
 
 
+@dataclass(slots=True)
+class _Longest:
+    """The longest batches of the loader that feeds the steps."""
+
+    name: str = ""
+    num_steps: int = 0
+    """Steps that are made of them."""
+    left: list[Any] | None = None
+    """Those that are still to be given. None: they were not looked for yet."""
+
+
 class Allowance:
     """Time to spend on work: some ``seconds`` of the processor, or three times as many on the wall.
 
@@ -112,7 +123,6 @@ class Loaders:
         self._num_steps = 0
         self._stated_steps: list[tuple[Any, float]] = []
         """Steps of the trainers that state them. Infinite: one may stop at any step."""
-        self._num_epochs = 0
         self._lengths: list[int | None] = []
         """Batches of the loader of each epoch. None: it does not say."""
         self._num_unfed = 0
@@ -133,20 +143,15 @@ class Loaders:
         """Steps of the first epoch, if it came to its own end."""
         self.first_ended_at: int | None = None
         """Number of operators where the second epoch begins. None: there is none."""
-        self.longest = ""
-        """Name of the longest batches, of which steps are made after the third. Empty: all are alike, as far as one can see."""
+        self._longest = _Longest()
         self.loops: list[CutLoop] = []
         """Evaluations that were cut short, and the first epoch."""
-        self._num_longest = 0
-        """Steps that are made so."""
         self.make_batch: Callable[[Callable[[Any], Any], Sequence[Any]], Any] = lambda collate, samples: collate(samples)
         """``make_batch(collate, samples)`` returns a batch."""
         self.on_asked: Callable[[], object] = lambda: None
         """Called as a loader is asked for a batch."""
         self.on_begun: Callable[[], object] = lambda: None
         """Called as a pass over a loader begins."""
-        self._longest_batches: list[Any] | None = None
-        """Batches of these steps that are still to be given. None: they were not looked for yet."""
 
     @property
     def may_spare(self) -> bool:
@@ -157,6 +162,15 @@ class Loaders:
     def spares(self) -> bool:
         """Whether batches that show nothing new are given for a while."""
         return self._seconds_spared > 0
+
+    @property
+    def longest(self) -> str:
+        """Name of the longest batches, of which steps are made after the third. Empty: all are alike, as far as one can see."""
+        return self._longest.name
+
+    @property
+    def _num_epochs(self) -> int:
+        return len(self._lengths)
 
     @property
     def feed_steps(self) -> bool:
@@ -253,12 +267,12 @@ class Loaders:
                 self.loops.append(loop)
 
     def _longest_batch(self, loader: Any) -> Any:
-        if self._longest_batches is None and len(self._used) >= 3 and not self.must_spare:
+        if self._longest.left is None and len(self._used) >= 3 and not self.must_spare:
             with self.stopwatch.within("batches"):
-                self.longest, batches = longest_batches(loader, self.make_batch)
-            self._num_longest = len(batches)
-            self._longest_batches = [batch for batch in batches for _ in range(self._batches_per_step)]
-        return self._longest_batches.pop() if self._longest_batches else None
+                name, batches = longest_batches(loader, self.make_batch)
+            left = [batch for batch in batches for _ in range(self._batches_per_step)]
+            self._longest = _Longest(name, len(batches), left)
+        return self._longest.left.pop() if self._longest.left else None
 
     def _shows_nothing_new(self, latest: _Pass) -> bool:
         if self.must_spare:
@@ -337,7 +351,6 @@ class Loaders:
             if self._num_epochs == 1:
                 self.first_ended_at = latest.begins_at
                 self._end_first_epoch(num_steps - 1)
-            self._num_epochs += 1
             self._lengths.append(_length_of(loader))
         if self._num_epochs < 2 and likely:  # loaders may be made anew for the next; the second optimizer of a step is given none
             self._beside = self._beside.intersection(likely[1:]) if len(self._used) > 1 else {*likely[1:]}
@@ -347,7 +360,7 @@ class Loaders:
     def _end_first_epoch(self, num_steps: int) -> None:
         most = self._steps_of_all_batches()
         is_longer = most is None or num_steps > most  # a trainer that counts makes no step more
-        self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer * self._num_longest)
+        self._steps_of_first = None if self._was_cut else max(0, num_steps - is_longer * self._longest.num_steps)
 
     @property
     def _batches_per_step(self) -> int:
@@ -395,11 +408,21 @@ class Loaders:
         return sum(steps) - per_epoch * len(steps)
 
     def _steps_per_epoch(self) -> int | None:
-        if self._trainer is None or 0 in self._used[:3]:  # several steps for a batch
+        if self._trainer is None:
             return None
+        if 0 in self._used[:3]:
+            return self._steps_of_few_batches()
         if self._steps_of_first and not self._counts_steps:
             return self._steps_of_first
         return self._steps_of_whole()
+
+    def _steps_of_few_batches(self) -> int | None:
+        """Steps of an epoch whose every batch feeds as many, as those of several tasks. None: they do not, as far as was seen."""
+        fed = [at for at, number in enumerate(self._used) if number]
+        of_a_batch = {later - earlier for earlier, later in itertools.pairwise(fed)}
+        are_alike = fed[:1] == [0] and len(fed) > 2 and len(of_a_batch) == 1 and {self._used[at] for at in fed} == {1}
+        batches = self._steps_of_whole() if are_alike else None
+        return None if batches is None else of_a_batch.pop() * batches
 
     def _steps_of_whole(self) -> int | None:
         """Steps of an epoch to the end of the loader. None: it streams, or another in a `zip` with it may end before."""

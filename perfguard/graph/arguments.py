@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
+Args = Sequence[Any]
+"""What an operator is called with, by position."""
+Kwargs = Mapping[str, Any]
+"""And by name."""
 
-def argument_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+
+def argument_of(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, name: str) -> Any:
     """Return the argument ``name`` of a call of the operator ``func``, or its default. None: the operator has no such argument.
 
     Example:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from perfguard.exceptions import TraceError
-from perfguard.graph.arguments import argument_of
+from perfguard.graph.arguments import Args, Kwargs, argument_of
 from perfguard.graph.shape_rules import NO_REDUCTION
 
 OP_KINDS = (
@@ -162,7 +162,7 @@ def bytes_taken(name: str, inputs: Sequence[torch.Tensor], written: int) -> int:
     return indices.numel() * table.shape[1] * table.element_size()
 
 
-def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Args, kwargs: Kwargs, out: Any) -> int:
     """Floating-point operations of one call; a multiply-add counts as two."""
     if _is_custom(name) and func.overloadpacket in flop_registry:
         return _flops_by_formula(func, name, args, kwargs, out)
@@ -181,7 +181,7 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
     return elementwise_flops(kind, _num_elements(args) if kind in _COUNTED_BY_INPUT else 0, _num_elements(out))
 
 
-def _flops_by_formula(func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def _flops_by_formula(func: torch._ops.OpOverload, name: str, args: Args, kwargs: Kwargs, out: Any) -> int:
     """Return the FLOPs of one call of a custom operator by the formula that its author has registered.
 
     Raises:
@@ -201,20 +201,18 @@ def _flops_by_formula(func: torch._ops.OpOverload, name: str, args: Sequence[Any
     return flops
 
 
-def cuda_workspace(func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def cuda_workspace(func: torch._ops.OpOverload, name: str, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """A tensor on meta like what CUDA's kernel of ``func`` makes beside its outputs while it runs. None: it makes nothing."""
     rule = _WORKSPACES.get(name)
     return None if rule is None else rule(func, args, kwargs)
 
 
-def _softmax_backward_workspace(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+def _softmax_backward_workspace(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Its gradient times its output (`softmax_backward_cuda_out` of SoftMax.cu)."""
     return torch.empty_like(args[0], device="meta")
 
 
-def _embedding_backward_workspace(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
+def _embedding_backward_workspace(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Sums of parts of up to ten rows, in float32, of more than 3,072 indices (`embedding_backward_cuda_kernel`)."""
     number = args[1].numel()
     if number <= 3072:
@@ -223,7 +221,7 @@ def _embedding_backward_workspace(
     return torch.empty(number // 10 + min(number, args[2]), -(-width // 32) * 32, dtype=dtype, device="meta")
 
 
-def _loss_workspace(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _loss_workspace(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """The losses of all elements, of which a mean or a sum is taken; of logits, their log-sigmoid, too (Loss.cpp)."""
     is_reduced = argument_of(func, args, kwargs, "reduction") != NO_REDUCTION
     number = int(is_reduced) + int(func is torch.ops.aten.binary_cross_entropy_with_logits.default)
@@ -273,7 +271,7 @@ def product_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequenc
     return 2 * inputs[0] * positions * math.prod(weight)
 
 
-def _convolution_backward_flops(args: Sequence[Any]) -> int:
+def _convolution_backward_flops(args: Args) -> int:
     grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
     one = product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
     return one * (int(output_mask[0]) + int(output_mask[1]))
@@ -312,7 +310,7 @@ _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
 }
 
 
-def attributes_of(name: str, kind: str, args: Sequence[Any]) -> dict[str, Any]:
+def attributes_of(name: str, kind: str, args: Args) -> dict[str, Any]:
     """Hyperparameters that decide which kernel runs, and which of cuDNN's algorithms with large workspaces are possible.
 
     Winograd's needs 3 x 3 (or 5 x 5) kernels, both it and FFT need stride, dilation and groups of one (cuDNN's developer guide,

@@ -18,13 +18,13 @@ The functions at the end widen intervals for such assumptions, and for opaque op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from perfguard.graph.arguments import argument_of
+from perfguard.graph.arguments import Args, Kwargs, argument_of
 from perfguard.graph.shape_rules import META, is_meta
 from perfguard.unmodelled import EVEN_CHOICES, GENERATED, GROUPED_PRODUCTS, HALF_CHOSEN, Unmodelled
 
@@ -68,7 +68,7 @@ class Selections:
         self.are_few = False
         """Whether they select of fewer elements than change any memory or time, as a metric does."""
 
-    def outputs_of(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
+    def outputs_of(self, func: torch._ops.OpOverload, args: Args) -> Any:
         """The output of the operator ``func`` if its size depends on values, else NotImplemented."""
         if func is aten.nonzero.default and is_meta(args[0]):
             mask = args[0]
@@ -93,7 +93,7 @@ class Selections:
         self.assumed[EVEN_CHOICES] = None
         return True
 
-    def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def note(self, func: torch._ops.OpOverload, name: str, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Remember what the output of an operator says about its values."""
         if name.endswith("_") and name not in _KEEPING_IN_PLACE and args and is_meta(args[0]):
             self._by_storage.pop(self._storage_index(args[0]), None)
@@ -107,9 +107,7 @@ class Selections:
         if known is not None and is_meta(result):
             self._by_storage[self._storage_index(result)] = known
 
-    def _result(
-        self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> _Known | None:
+    def _result(self, func: torch._ops.OpOverload, name: str, args: Args, kwargs: Kwargs, out: Any) -> _Known | None:
         if name == "arange":
             return _Known(Fraction(1, max(out.numel(), 1)), "classes", out.numel())
         if name in _ARG or isinstance(out, tuple):

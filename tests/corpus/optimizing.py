@@ -430,7 +430,7 @@ PROGRAMS: dict[Callable[[], object], int | None] = {
     average_in_evaluation: 20,
     penalties: 20,
     resumed: 40,
-    tasks_in_turn: None,  # three steps for a batch of each of three loaders; it makes 60
+    tasks_in_turn: 60,
     partly_frozen: 20,
     taught_by_features: 20,
     ensemble_by_vmap: 20,

@@ -786,12 +786,29 @@ COUNTED |= {
 }
 
 
-@counts(None, None)
+@counts(40, 80)
 def several_steps_of_a_batch() -> None:
     model = nn.Linear(20, 3).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in itertools.chain(*[rows()] * 2):
         fit(model, [batch] * 4, optimizer, epochs=1)
+
+
+@counts(30, 60)
+def several_tasks_in_turn() -> None:
+    model = nn.Linear(20, 3).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for batches in zip(rows(), rows(352), rows(400), strict=False):
+            fit(model, batches, optimizer, epochs=1)
+
+
+@counts(None, None)
+def as_many_steps_of_a_batch_as_it_has_samples_of_a_class() -> None:
+    model = nn.Linear(20, 3).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(rows()):
+        fit(model, [(x, y)] * (2 + number % 3), optimizer, epochs=1)
 
 
 class Stream(IterableDataset[Any]):
