@@ -1,4 +1,4 @@
-"""GpuProbe: a run on a CUDA device, by PyTorch's allocator and by the driver (NVML).
+"""GpuProbe: a run on a CUDA device, by PyTorch's allocator and by the samples of the driver (`driver.py`).
 
 The peak is what the driver counts for this process, its context included. That decides whether a run fits a card, and predictors
 are trained on it. The driver can only be sampled, but the allocator keeps its own exact peak. So the peak is the allocator's
@@ -9,17 +9,13 @@ whole card's memory, if what is beside PyTorch's could be one context, or from t
 from __future__ import annotations
 
 import gc
-import importlib
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
-from perfguard.exceptions import why_not_imported
+from perfguard.measure.driver import DriverSamples
 from perfguard.measure.measurement import CudaUse, RanOn, Reading
-
-_T = TypeVar("_T")
 
 
 class GpuProbe:
@@ -50,28 +46,10 @@ class GpuProbe:
         self._events_failed = False
         self._use = CudaUse(self._cuda)
         self._notes: list[str] = []
-        # The driver, and what its samples have shown.
-        self._given = nvml
-        self._nvml: Any = None  # with an open session
-        self._pid = os.getpid() if pid is None else pid
+        self._driver = DriverSamples(nvml=nvml, pid=pid)
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._sampler: threading.Thread | None = None
-        self._handle: Any = None
-        self._is_mig = False
-        self._over = False
-        self._refused: dict[str, str] = {}
-        """Note for each query that failed and is not repeated."""
-        self._driver: str | None = None
-        self._process_peak_bytes: int | None = None
-        """Largest sample of this process."""
-        self._process_overhead_bytes: int | None = None
-        """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
-        self._sees_itself = False
-        self._num_others = 0
-        """Most processes that were seen beside this one."""
-        self._energy_mj: list[int] = []
-        self._reasons = 0
 
     def start(self) -> None:
         if not self._can_use_cuda:
@@ -124,10 +102,7 @@ class GpuProbe:
             self._sampler.join()
         if self._can_use_cuda:
             self._take()
-        if self._nvml is not None:
-            with suppress(self._nvml.NVMLError):  # it is gone anyway
-                self._nvml.nvmlShutdown()
-            self._nvml = None
+        self._driver.close()
         return self.read()
 
     def _find_index(self) -> bool:
@@ -143,19 +118,19 @@ class GpuProbe:
 
     def _overhead(self, stats: Mapping[str, Any]) -> tuple[int, str, str]:
         """Bytes of the process outside the allocator, where the figure comes from, and a note."""
-        if self._process_overhead_bytes is not None:
-            return self._process_overhead_bytes, "nvml-process", ""
+        if self._driver.process_overhead_bytes is not None:
+            return self._driver.process_overhead_bytes, "nvml-process", ""
         free, total = self._cuda.mem_get_info(self._index)
         beside = total - free - int(stats.get("reserved_bytes.all.current", 0))
         # More than two contexts beside PyTorch's memory are other processes'.
-        if self._num_others == 0 and 0 < beside <= 2 * self._context_bytes:
+        if self._driver.num_others == 0 and 0 < beside <= 2 * self._context_bytes:
             return beside, "cuda-card", "the context is the whole card's memory less PyTorch's"
         return self._context_bytes, "catalog-context", "the context is the catalog's figure"
 
     def _reading(self, stats: Mapping[str, Any], overhead: tuple[int, str, str] | None, *notes: str) -> Reading:
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         before = self._use.before.get(self._index or 0, {})
-        words = [*self._notes, *self._driver_notes(), *notes]
+        words = [*self._notes, *self._driver.notes(), *notes]
         left_mib = int(before.get("allocated_bytes.all.current", 0)) / 2**20
         if left_mib > 64:  # a model that is kept for the next trial, and not the few blocks of a library
             words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
@@ -163,14 +138,13 @@ class GpuProbe:
         peak = None
         if overhead is not None and reserved is not None:
             beside_bytes, source, note = overhead
-            peak = max(reserved + beside_bytes, self._process_peak_bytes or 0)
+            peak = max(reserved + beside_bytes, self._driver.process_peak_bytes or 0)
             method = f"{source}+allocator"
             words += [note] if note else []
-        elif self._process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
+        elif self._driver.process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
             method = "nvml-process"
-            peak = self._process_peak_bytes
+            peak = self._driver.process_peak_bytes
             words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
-        energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and not self._num_others else -1
         return Reading(
             method,
             peak_memory_bytes=peak,
@@ -178,44 +152,29 @@ class GpuProbe:
             reserved_peak_bytes=reserved,
             notes=tuple(words),
             ran_on=self._use.ran_on(),
-            energy_j=energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
-            driver=self._driver,
+            energy_j=self._driver.energy_j,
+            driver=self._driver.version,
         )
 
-    # --- The driver -------------------------------------------------------------------------------------------------------------
-
-    def _driver_notes(self) -> list[str]:
-        """What is missing so far, and why."""
-        notes = list(self._refused.values())
-        if self._num_others:
-            notes.append(f"{self._num_others} other processes used the GPU, so its energy cannot be attributed")
-        if self._handle is not None and not self._sees_itself and "processes" not in self._refused and not self._over:
-            notes.append("NVML does not show this process by its id (a container?)")
-        if self._is_mig:
-            notes.append("on a MIG instance, energy is the whole card's and is left out")
-        if self._reasons:
-            notes.append(f"clocks were reduced: {', '.join(text for bit, text in _THROTTLED.items() if self._reasons & bit)}")
-        return notes
-
     def _watch(self) -> None:
-        while not self._over and not self._stop.wait(self._interval_s):
+        while not self._driver.is_over and not self._stop.wait(self._interval_s):
             self._take()
 
     def _take(self) -> None:
         """Take a sample, if it is known which GPU it is."""
-        if self._over:
+        if self._driver.is_over:
             return
         try:
             # Of several devices the run's own thread finds out which, at the end of its first step: this may be the sampler's.
             if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
                 self._index = 0
-            if self._handle is None and self._index is not None and self._open():
-                # NVML has another order of cards, and ignores CUDA_VISIBLE_DEVICES.
-                self._handle = self._find(str(self._cuda.get_device_properties(self._index).uuid))
-            if self._handle is not None:
-                self._sample(self._nvml, self._handle)
+            if self._index is not None:
+                self._driver.take(self._uuid, self._reserved_bytes)
         except Exception as error:  # whatever a driver does, the trial goes on
-            self._give_up(f"NVML failed ({type(error).__name__}: {error})")
+            self._driver.give_up(f"NVML failed ({type(error).__name__}: {error})")
+
+    def _uuid(self) -> str:
+        return str(self._cuda.get_device_properties(self._index).uuid)
 
     def _reserved_bytes(self) -> int | None:
         try:
@@ -223,84 +182,3 @@ class GpuProbe:
             return int(self._cuda.memory_stats_as_nested_dict(self._index or 0)["reserved_bytes"]["all"]["current"])
         except (RuntimeError, KeyError):
             return None
-
-    def _open(self) -> bool:
-        if self._nvml is not None:
-            return True
-        try:
-            nvml = self._given or importlib.import_module("pynvml")
-        except ImportError as error:
-            self._give_up(why_not_imported(error, "pynvml", "pynvml is not installed"))
-            return False
-        try:
-            nvml.nvmlInit()
-        except nvml.NVMLError as error:
-            self._give_up(f"NVML cannot be used ({error})")
-            return False
-        self._nvml = nvml
-        version = self._query("driver version", nvml.nvmlSystemGetDriverVersion)
-        self._driver = version.decode() if isinstance(version, bytes) else version
-        return True
-
-    def _find(self, uuid: str) -> Any:
-        """The handle of the card, or of the MIG instance that this process runs on. None: NVML does not have it."""
-        nvml = self._nvml
-        reason = ""
-        for prefix in ("GPU", "MIG"):
-            try:
-                handle = nvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{uuid}")
-            except nvml.NVMLError as error:
-                reason = f"NVML does not know this CUDA device ({error})"
-            else:
-                self._is_mig = prefix == "MIG"
-                return handle
-        self._give_up(reason)
-        return None
-
-    def _sample(self, nvml: Any, handle: Any) -> None:
-        before = self._reserved_bytes()
-        processes = self._query("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-        # Between two readings the trial goes on: what the allocator took or gave back meanwhile is no overhead.
-        reserved = before if self._reserved_bytes() == before else None
-        self._see_memory(processes or [], reserved)
-        if self._is_mig:
-            return  # the other sensors are the whole card's
-        energy_mj = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        if energy_mj is not None:
-            self._energy_mj = [*self._energy_mj[:1], energy_mj]
-        reasons = self._query("throttle reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        self._reasons |= (reasons or 0) & sum(_THROTTLED)
-
-    def _see_memory(self, processes: Sequence[Any], reserved: int | None) -> None:
-        # usedGpuMemory is None where the driver may not tell, for instance under WDDM on Windows.
-        own = [process for process in processes if process.pid == self._pid and process.usedGpuMemory is not None]
-        self._sees_itself |= bool(own)
-        # In another namespace of process ids one of the strangers is this process.
-        num_others = len(processes) - (1 if self._sees_itself else min(1, len(processes)))
-        self._num_others = max(self._num_others, num_others)
-        if own:
-            used = int(own[0].usedGpuMemory)
-            self._process_peak_bytes = max(self._process_peak_bytes or 0, used)
-            if reserved is not None:
-                self._process_overhead_bytes = max(self._process_overhead_bytes or 0, used - reserved)
-
-    def _query(self, name: str, query: Callable[[], _T]) -> _T | None:
-        """The result of ``query``; None, and a note, if the driver fails. A refused query is not repeated."""
-        if name in self._refused or self._over:
-            return None
-        try:
-            return query()
-        except self._nvml.NVMLError as error:
-            self._refused[name] = f"NVML could not read its {name} ({error})"
-            return None
-
-    def _give_up(self, reason: str) -> None:
-        self._over = True
-        self._refused["NVML"] = reason
-
-
-_THROTTLED = {
-    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal", 0x40: "hardware thermal", 0x80: "power brake",
-    0x200: "board limit", 0x400: "reliability",
-}  # fmt: skip
-"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h) that slow a busy GPU down against its user's will."""
