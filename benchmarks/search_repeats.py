@@ -2,7 +2,7 @@
 
     python benchmarks/search_repeats.py TABLE... --cache .perfguard-cache --seeds 10
 
-The studies are those of `benchmarks/search_quality.py` with a budget of time. A space there has some hundred configurations and
+The studies are those of `benchmarks/search_quality.py` with a budget of time. A space there has a few hundred configurations and
 no continuous parameter, so a sampler proposes its best ones again, and a trial that repeats one shows nothing new. "If repeats
 took no time" is the same study where a configuration that has run to its end is answered at once, by all policies alike.
 
