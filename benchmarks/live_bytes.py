@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages that operators have met and that are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -75,7 +75,8 @@ def real_peak(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> i
         optimizer.step()
 
     step()
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live:
         live.note([*model.parameters(), *model.buffers(), images, labels, *map(dict, optimizer.state.values())])
         step()
     return live.peak
@@ -86,7 +87,7 @@ def row_of(name: str, batch: int) -> list[str]:
     import timm
 
     torch.manual_seed(0)
-    model = timm.create_model(name).train()
+    model: Any = timm.create_model(name).train()
     shape = (batch, *model.default_cfg["input_size"])
     workload = Workload(timm.create_model(name), TensorSpec(shape), TensorSpec((batch,), "int64"), F.cross_entropy, optimizer_of)
     traced = trace(workload).peak_live_bytes

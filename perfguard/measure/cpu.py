@@ -9,10 +9,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from perfguard.measure.measurement import CudaUse, Reading
+
+if TYPE_CHECKING:
+    import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -22,12 +26,12 @@ _MOST_GROWN_BYTES = 5 * 2**23
 """Growth above which garbage is collected, even if what the trial has trained is gone: there may be other garbage."""
 _settled_bytes = 0
 """The smallest resident set between two trials since the last collection."""
-_trained: dict[int, weakref.ref[Any]] = {}
+_trained: dict[int, weakref.ref[torch.Tensor]] = {}
 """A parameter of each optimizer of the latest run, by the optimizer's id. Empty: none was seen."""
 _MOST_TRAINED = 16
 
 
-def note_trained(optimizer: Any) -> None:
+def note_trained(optimizer: torch.optim.Optimizer) -> None:
     """Note what an ``optimizer`` of the running trial trains. If it is gone at the next start, the trial has left no garbage."""
     known = _trained.get(id(optimizer))
     if (known is not None and known() is not None) or len(_trained) >= _MOST_TRAINED:

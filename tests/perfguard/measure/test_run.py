@@ -145,7 +145,7 @@ def test_garbage_is_not_looked_for_after_a_trial_whose_model_is_gone(device: Dev
 def test_a_model_that_is_garbage_does_not_count_in_the_next_run(device: Device, collections: list[int]) -> None:
     with Run(device):
         model = nn.Linear(8, 2)
-        model.itself = [model]  # type: ignore[assignment] - as a trainer's model has its trainer, which has its model
+        model.itself = [model]  # type: ignore[assignment]  # as a trainer's model has its trainer
         model.samples = torch.ones(MB)
         _train(model)
         left = weakref.ref(model)
