@@ -35,8 +35,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages that operators have met and that are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def note(self, value: Any) -> None:
@@ -75,7 +75,8 @@ def real_peak(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> i
         optimizer.step()
 
     step()
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with live:
         live.note([*model.parameters(), *model.buffers(), images, labels, *map(dict, optimizer.state.values())])
         step()
     return live.peak
@@ -86,10 +87,10 @@ def row_of(name: str, batch: int) -> list[str]:
     import timm
 
     torch.manual_seed(0)
-    model = timm.create_model(name).train()
+    model: Any = timm.create_model(name).train()
     shape = (batch, *model.default_cfg["input_size"])
     workload = Workload(timm.create_model(name), TensorSpec(shape), TensorSpec((batch,), "int64"), F.cross_entropy, optimizer_of)
-    traced = trace(workload).peak_live_bytes
+    traced = int(trace(workload).peak_live_bytes)
     real = real_peak(model, torch.randn(shape), torch.zeros(batch, dtype=torch.int64))
     return [f"timm:{name}", str(batch), format_bytes(real), format_bytes(traced), f"{traced / real - 1:+.2%}"]
 
