@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
+        self.peak: int = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def note(self, value: Any) -> None:
@@ -90,7 +90,7 @@ def row_of(name: str, batch: int) -> list[str]:
     model: Any = timm.create_model(name).train()
     shape = (batch, *model.default_cfg["input_size"])
     workload = Workload(timm.create_model(name), TensorSpec(shape), TensorSpec((batch,), "int64"), F.cross_entropy, optimizer_of)
-    traced = trace(workload).peak_live_bytes
+    traced = int(trace(workload).peak_live_bytes)
     real = real_peak(model, torch.randn(shape), torch.zeros(batch, dtype=torch.int64))
     return [f"timm:{name}", str(batch), format_bytes(real), format_bytes(traced), f"{traced / real - 1:+.2%}"]
 

@@ -87,6 +87,7 @@ class RealStep(Recorder):
     def close(self) -> None:
         """Stop recording, unless a mode of the user's is above. Then it passes everything on."""
         self._is_over = True
+        self._optimizer = None  # it has the model, and a recorder is freed by the garbage collector alone
         if _get_current_dispatch_mode_stack()[-1:] == [self]:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -168,6 +170,21 @@ def test_compiled_step_is_not_recorded(fullgraph: bool) -> None:
     with watching(RealStep(shallow(), "cpu")) as step:
         train(model)
     assert (step.ops, step.difference) == ([], None)
+
+
+def test_model_is_freed_after_its_trial_without_the_garbage_collector() -> None:
+    """A recorder is part of a cycle, and would keep the model, its gradients and the states of its optimizer alive."""
+    step, model = RealStep(shallow(), "cpu"), perceptron(8)
+    left = weakref.ref(next(model.parameters()))
+    gc.disable()
+    try:
+        with watching(step):
+            train(model)
+        assert step.ops
+        del model
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_device_that_is_not_the_guarded_one_is_not_recorded() -> None:
