@@ -14,7 +14,8 @@ from tests.live_bytes import peak_live_bytes
 A100 = resolve_device("a100")
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:'pin_memory' argument is set as true")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of libraries, about each other
 @pytest.mark.parametrize(
     "program", fifth(datetime.datetime.now(tz=datetime.UTC).toordinal()), ids=lambda program: program.__name__
 )
