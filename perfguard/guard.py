@@ -356,7 +356,8 @@ class Guard:
             for name, phase in phases.items():
                 other = self.predict(phase)
                 if other.peak_memory.median > prediction.peak_memory.median:
-                    prediction, largest = prediction.with_memory_of(other, phase=name), name
+                    prediction = prediction.with_memory_of(other, phase=name)
+                    largest = name
             verdict = replace(
                 Verdict.of(prediction, limits(prediction), accepted=threshold),
                 phase=largest,
@@ -494,7 +495,8 @@ class Guard:
         doubtful = [limit for limit in verdict.limits if limit.p_violation > EVEN_CHANCE]
         if verdict.is_ruled_out or not self.risk or not doubtful or verdict.p_violation > MOST_DOUBTFUL:
             return verdict
-        history, predicted = self.log.history(self._study), PredictedTimes.of(verdict)
+        history = self.log.history(self._study)
+        predicted = PredictedTimes.of(verdict)
         failure_s = max(history.failure_s(shows(limit.quantity, phase=verdict.phase), predicted) for limit in doubtful)
         trial_s = history.trial_s(predicted)
         budget = history.budget(self.risk, predicted)
@@ -508,11 +510,13 @@ class Guard:
 
         A trial that can be repaired is not launched at the risk of a failure.
         """
-        fits, tried = self._fits, ""
+        fits = self._fits
+        tried = ""
         if ran_out is not None:
             # The guard was wrong about the trial, and may not believe the reading. So a quarter less than what ran out must be
             # predicted. The mean error on a card never seen is as large (27.5%, training on the A100, docs/results/accuracy.md).
-            before, capacity_bytes = ran_out.verdict.predicted.get("memory"), self.budget.capacity_bytes(self.device)
+            before = ran_out.verdict.predicted.get("memory")
+            capacity_bytes = self.budget.capacity_bytes(self.device)
             fits = partial(fits, most_bytes=0.75 * min(capacity_bytes, before.median if before else capacity_bytes))
             tried = f"its first try ({ran_out.verdict.repair}) ran out of memory"
         elif verdict.action == "launch":
@@ -666,7 +670,8 @@ class Guard:
         limit_s = self.budget.longest_trial_s
         if limit_s is None:
             return None
-        is_over, total = run.elapsed_s > limit_s, None
+        is_over = run.elapsed_s > limit_s
+        total = None
         if not is_over and not has_neighbours and decision.steps is not None and (pace := run.pace) is not None:
             total = pace.total_time(elapsed_s=run.elapsed_s, steps_left=max(0, decision.steps - run.num_steps))
         if not is_over and (total is None or total.p_exceeds(limit_s) < 1 - SMALL_CHANCE):
@@ -702,7 +707,8 @@ class Guard:
             about="real step",
         )
         with self._going_on(LogWarning, "log a real step"):
-            captured, graph = difference.captured, difference.graph
+            captured = difference.captured
+            graph = difference.graph
             self._real_steps.put(captured.graph.content_hash, _RealStep(graph))
             with self._lock:
                 verdict = self._judge(captured, graph)
@@ -815,7 +821,8 @@ class Guard:
             except LogError:  # the log is away, and has warned; what is known goes on
                 return
             if found.observations or not self._assessment.observations:  # a log that is empty now teaches nothing
-                self._assessment, self._study = found, study
+                self._assessment = found
+                self._study = study
 
     def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
         """Warn of what the runs since ``before`` have shown."""

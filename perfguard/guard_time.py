@@ -69,7 +69,8 @@ class GuardClock:
     def take_dry_runs(self) -> dict[str, float]:
         """Return the seconds of the dry runs since the call before, by part."""
         with self._lock:
-            taken, self._dry_run_s = self._dry_run_s, {}
+            taken = self._dry_run_s
+            self._dry_run_s = {}
         return taken
 
     def take(self) -> float:
@@ -88,7 +89,8 @@ class GuardClock:
 
     def _switch(self, *, runs: bool) -> bool:
         """Add what this thread has counted, and count from now on if it ``runs``. Return whether it did before."""
-        now_s, began_s = self._now(), self._began_s
+        now_s = self._now()
+        began_s = self._began_s
         self._thread.began_s = now_s if runs else None
         if began_s is None:
             return False

@@ -94,7 +94,8 @@ class Database:
             if "unable to open" in str(error.orig):
                 raise LogError(unusable(self.name, reason_of(error))) from error
             raise
-        self.is_open, self._seen = True, self._look()
+        self.is_open = True
+        self._seen = self._look()
         if was_open and (is_new or (before or ())[:2] != (seen or ())[:2]):
             warn_user(f"The measurement log {self.name} was moved or removed; another is begun there.", LogWarning)
 

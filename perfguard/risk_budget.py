@@ -210,7 +210,8 @@ class History:
         A trial that exceeds a budget of time may be longer than all before it. So its predicted steps count beside the failures
         of the study.
         """
-        whole_s, begin_s = max(self.trial_s(predicted), predicted.trial_s or 0.0), self._first_step_s(predicted)
+        whole_s = max(self.trial_s(predicted), predicted.trial_s or 0.0)
+        begin_s = self._first_step_s(predicted)
         expected_s: Mapping[Shows, float] = {
             "in the step": begin_s + (self.num_first_steps - 1) * predicted.step_s,
             "in a phase": whole_s if predicted.epoch_s is None else begin_s + predicted.epoch_s,

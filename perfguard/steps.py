@@ -44,7 +44,8 @@ def steps_of_finished(runs: Sequence[Observation], *, study: str, steps_per_epoc
         return None
     logs = [math.log(run.measurement.num_steps) for run in runs]
     ratios = [math.log(steps_per_epoch / run.steps_per_epoch) if steps_per_epoch and run.steps_per_epoch else 0.0 for run in runs]
-    (in_steps, sigma), (in_epochs, other) = _next_of(logs), _next_of([a + b for a, b in zip(logs, ratios, strict=True)])
+    (in_steps, sigma) = _next_of(logs)
+    (in_epochs, other) = _next_of([a + b for a, b in zip(logs, ratios, strict=True)])
     share = 1 / (1 + math.exp(min(700.0, number * math.log(other / sigma))))  # of epochs
     mean = in_steps + share * (in_epochs - in_steps)
     variance = (1 - share) * sigma**2 + share * other**2 + share * (1 - share) * (in_epochs - in_steps) ** 2

@@ -129,4 +129,5 @@ def leave_study(trial: optuna.Trial, fact: Callable[[str], Any] | None = None) -
     dry._written.params.update(trial.params)
     dry._written._distributions.update(trial.distributions)
     dry._written.intermediate_values.update(trial._cached_frozen_trial.intermediate_values)
-    trial.__class__, trial.__dict__ = DryTrial, vars(dry)
+    trial.__class__ = DryTrial
+    trial.__dict__ = vars(dry)

@@ -82,7 +82,8 @@ class OptunaGuard:
             raise ConfigurationError(f"build must be a function of the hyperparameters, but got {build!r}.")
         self.guard = Guard(gpu, **settings)
         """The guard of the core: device, budget, risk, predictor, log."""
-        self.device, self.log = self.guard.device, self.guard.log
+        self.device = self.guard.device
+        self.log = self.guard.log
         self.build = build
         self.ends_or_repeats = self.guard.on_oom == "repair" or self.guard.hard_time_limit_s is not None
         self.calls_objective = False
@@ -255,7 +256,9 @@ class GuardedRun:
 
     def __enter__(self) -> GuardedRun:
         self._has_begun = True
-        guard, trial, ranks = self._guard, self._trial, self._ranks
+        guard = self._guard
+        trial = self._trial
+        ranks = self._ranks
         if trial is None:
             assert ranks is not None
             self._shared = verdict_from(ranks.join())

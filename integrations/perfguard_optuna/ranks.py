@@ -80,7 +80,8 @@ class Ranks:
     def begin(self) -> None:
         """Begin a try of the trial. All ranks do."""
         c10d: Any = sys.modules["torch"].distributed.distributed_c10d
-        self._rank, self._size = c10d.get_rank(), c10d.get_world_size()
+        self._rank = c10d.get_rank()
+        self._size = c10d.get_world_size()
         # The group's store has no public name (PyTorch 1.8 to 2.13).
         self._store = c10d.PrefixStore(f"perfguard/{self._name}/{next(_numbers[self._name])}", c10d._get_default_store())
         self._num_tries += 1

@@ -127,7 +127,8 @@ class Entry:
     @property
     def pace(self) -> Pace | None:
         """Pace since the latest start; None while too few steps are done."""
-        mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
+        mean_s = self.report.get("pace_mean_s")
+        error_s = self.report.get("pace_error_s")
         return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
     @property
@@ -361,7 +362,8 @@ class Ledger:
 
     def why_not_measured(self, entry: Entry) -> str:
         """The reason why a trial's report is not a measurement of the guarded device. Empty: it is, or there is no report."""
-        measurement, device = self.measurement(entry), self.guard.device
+        measurement = self.measurement(entry)
+        device = self.guard.device
         if not entry.reported or measurement.is_of(device):
             return ""
         return f"the worker used no {device.name}; the trial ran on {measurement.device_name}"

@@ -152,7 +152,9 @@ def silence_output() -> None:
 
 def await_child(child: int, most_s: float, most_bytes: int, parent: int, wait: Callable[[float], object] = time.sleep) -> str:
     """Wait for a child, and return why it has not sent what it saw. Empty: it has."""
-    began, pause, before = time.monotonic(), 0.001, held_bytes(os.getpid())
+    began = time.monotonic()
+    pause = 0.001
+    before = held_bytes(os.getpid())
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended and os.WIFSIGNALED(status):

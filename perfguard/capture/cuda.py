@@ -71,7 +71,8 @@ def pretend_cuda(replace: Replace, device: Device, on_replay: Callable[[Any], ob
         device: the guarded device.
         on_replay: called with each graph that is replayed, which may be a step that nothing shows.
     """
-    memory, capability = device.memory_bytes, _CAPABILITIES.get(device.architecture, (8, 0))
+    memory = device.memory_bytes
+    capability = _CAPABILITIES.get(device.architecture, (8, 0))
     properties = types.SimpleNamespace(
         name=device.name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=device.num_sms,
         is_integrated=False, is_multi_gpu_board=False, warp_size=32, max_threads_per_multi_processor=2048,

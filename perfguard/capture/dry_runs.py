@@ -124,7 +124,8 @@ class DryRuns:
                 self._fork()
                 return
         self._spawned = Spawned(self._objective, self._device, network=self._network)
-        self._pipe, self._server = self._spawned.pipe, self._spawned.pid
+        self._pipe = self._spawned.pipe
+        self._server = self._spawned.pid
         self._finalizer = weakref.finalize(self, self._spawned.end, os.getpid())
 
     def _fork(self) -> None:
@@ -143,7 +144,9 @@ class DryRuns:
         """End the server, and the dry run that it may be in. So does the end of this object."""
         if self._pipe is not None:
             self._finalizer()
-            self._pipe, self._server, self._spawned = None, 0, None
+            self._pipe = None
+            self._server = 0
+            self._spawned = None
 
     def afford(self, trial_s: float, *, share: float = 0.05) -> None:
         """Let a dry run take a ``share`` of a trial of ``trial_s`` seconds. Who trains for hours may set up for minutes."""
@@ -287,7 +290,8 @@ class DryRuns:
         pipe = self._pipe
         assert pipe is not None
         self._num_runs += 1
-        began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
+        began = time.monotonic()
+        most_s = max(self._most_seconds, 10 * self._longest_s)
         try:
             self._let_server_import(pipe)
             pipe.send(("run", (self._num_runs, most_s, options)))

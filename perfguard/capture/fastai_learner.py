@@ -30,9 +30,13 @@ class Loader:
 
     def __init__(self, inner: Any) -> None:
         self.dataset = Samples(inner.d)
-        self.collate_fn, self.batch_size, self.batch_sampler = inner.d.do_batch, inner.d.bs, None
-        self.num_workers, self.prefetch_factor = inner.num_workers, inner.prefetch_factor
-        self.pin_memory, self.persistent_workers = inner.pin_memory, inner.persistent_workers
+        self.collate_fn = inner.d.do_batch
+        self.batch_size = inner.d.bs
+        self.batch_sampler = None
+        self.num_workers = inner.num_workers
+        self.prefetch_factor = inner.prefetch_factor
+        self.pin_memory = inner.pin_memory
+        self.persistent_workers = inner.persistent_workers
         self._loader = inner.d
 
     def __len__(self) -> int:

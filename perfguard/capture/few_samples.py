@@ -435,7 +435,8 @@ class _OneAfterTheOther(_Fetcher):
 
     def fetch(self, indices: Sequence[Any]) -> Any:
         """Return the batch of as many samples as ``indices`` has."""
-        fetcher, samples = self._fetcher, self._samples
+        fetcher = self._fetcher
+        samples = self._samples
         if fetcher.ended:
             raise StopIteration
         reads_all = self._num_repeated >= samples.budget.most_repeated or self._few.must_read_all(self._loader, samples)

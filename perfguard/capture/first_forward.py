@@ -227,7 +227,8 @@ class FirstForward:
 
     def _go_on(self, pipe: Connection) -> Watch:
         """Enter the stage, on which the caller goes on."""
-        self.child, self._pipe = os.getpid(), pipe
+        self.child = os.getpid()
+        self._pipe = pipe
         try:
             os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees, which ends this group
             silence_output()

@@ -85,7 +85,8 @@ class HostUse:
 
     def give(self, loader: Any, batch: Any) -> None:
         """Note a batch that ``loader`` gives."""
-        number, batch_bytes = loader.num_workers, sum(x.nbytes for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
+        number = loader.num_workers
+        batch_bytes = sum(x.nbytes for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
         ready = number * (loader.prefetch_factor or 0)
         with suppress(*NO_LENGTH):
             ready = min(ready, len(loader))
@@ -95,7 +96,8 @@ class HostUse:
 
     def memory(self) -> HostMemory:
         """What was seen. Of loaders whose workers do not last, the largest one counts."""
-        lasting, passing = [(0, 0)], [(0, 0)]
+        lasting = [(0, 0)]
+        passing = [(0, 0)]
         for (_, number, lasts), num_bytes in self._loaders.items():
             (lasting if lasts else passing).append((num_bytes, number))
         num_bytes, num_workers = (sum(column) for column in zip(*lasting, max(passing), strict=True))

@@ -99,7 +99,8 @@ class KeptCopies:
         if not waiting:
             return
         frames = [*frames_of_user()]
-        loop, running = _innermost(frames), _loops_around(frames, with_heads=True)
+        loop = _innermost(frames)
+        running = _loops_around(frames, with_heads=True)
         if loop is None:
             return
         repeated = [kept for kept in waiting if _repeats(kept, loop, running)]
@@ -152,7 +153,8 @@ def _loops_around(frames: Iterable[FrameType], *, with_heads: bool) -> frozenset
     """Return the loops that are around the lines of ``frames``, with or without those whose head runs."""
     found = set()
     for frame in frames:
-        name, line = frame.f_code.co_filename, frame.f_lineno
+        name = frame.f_code.co_filename
+        line = frame.f_lineno
         for loop in loops_of(name):
             first = loop.lineno if with_heads else loop.body[0].lineno
             if frame.f_code.co_firstlineno <= loop.lineno and first <= line <= (loop.body[-1].end_lineno or 0):

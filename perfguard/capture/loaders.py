@@ -184,7 +184,8 @@ class Loaders:
         """
         gc.collect()  # an iterator that is gone feeds nothing
         loaders = objects_of(dataloader.DataLoader)
-        feeding, ended = [], []
+        feeding = []
+        ended = []
         for iterator, number in batches_given().items():
             loader = next((each for each in loaders if each._index_sampler is iterator._index_sampler), None)
             if loader is None and iterator._auto_collation:  # `for batch in DataLoader(...)` keeps the iterator alone
@@ -196,7 +197,8 @@ class Loaders:
             with _disable_current_modes(), suppress(StopIteration):
                 for _ in range(number):
                     own._next_data() if own._dataset_kind == dataloader._DatasetKind.Iterable else next(own._sampler_iter)
-            iterator.__class__, iterator.__dict__ = type(own), vars(own)
+            iterator.__class__ = type(own)
+            iterator.__dict__ = vars(own)
             self._passes[loader] = _Pass(num_batches=number)
             if number != begun.get(iterator, 0):
                 with suppress(*NO_LENGTH):
@@ -261,7 +263,8 @@ class Loaders:
         loop = latest.loop
         loop.trains = latest.feeds
         with suppress(*NO_LENGTH):
-            loop.num_seen, loop.num_missing = latest.num_batches, max(0, len(loader) - latest.num_batches)
+            loop.num_seen = latest.num_batches
+            loop.num_missing = max(0, len(loader) - latest.num_batches)
             if not loop.trains or self._num_epochs == 1:
                 loop.most_held = most_held() if loop.trains else math.inf
                 self.loops.append(loop)
@@ -324,7 +327,8 @@ class Loaders:
         Where that one has ended and the steps go on with another that was beside it, the loop is the other's: `zip(cycle(a), b)`.
         """
         self._num_steps = num_steps
-        passes, trainer = self._passes, self._trainer
+        passes = self._passes
+        trainer = self._trainer
 
         def rank(loader: Any) -> tuple[bool, ...]:
             latest = passes[loader]
@@ -333,7 +337,8 @@ class Loaders:
 
         likely = sorted(self._giving, key=rank)
         if likely and likely[0] in self._beside and passes[trainer].has_ended:
-            self._trainer, passes[likely[0]].feeds = likely[0], True
+            self._trainer = likely[0]
+            passes[likely[0]].feeds = True
         loader = likely[0] if likely else trainer
         self._giving.clear()
         self._num_unfed = 0 if likely else self._num_unfed + 1
@@ -440,7 +445,8 @@ class Loaders:
 
 def _loader_of(iterator: Any) -> Any:
     """A loader that makes what the loader of ``iterator`` made, which is gone."""
-    sampler, data = iterator._index_sampler, iterator._dataset
+    sampler = iterator._index_sampler
+    data = iterator._dataset
     if iterator._dataset_kind == dataloader._DatasetKind.Iterable:
         return dataloader.DataLoader(data, sampler.batch_size, collate_fn=iterator._collate_fn, drop_last=sampler.drop_last)
     loader = dataloader.DataLoader(data, batch_sampler=sampler, collate_fn=iterator._collate_fn)
@@ -476,7 +482,8 @@ def longest_batches(
     data = loader.dataset
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return "", []
-    ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
+    ends_at = time.monotonic() + most_seconds
+    number = min(len(data), most_samples)
     sizes: dict[int, int] = {}
     read = ReadOnce(data)
     with _disable_current_modes():
@@ -494,7 +501,8 @@ def longest_batches(
         chosen = [*itertools.islice(itertools.cycle(largest), size)]
         mixed, equal = (_size_of(loader.collate_fn([read[largest[0]], read[other]])) for other in (largest[-1], largest[0]))
         if mixed < equal:
-            draw, number = random.Random(0), min(10_000, 3 * max(1, len(data) // size))
+            draw = random.Random(0)
+            number = min(10_000, 3 * max(1, len(data) // size))
             drawn = (draw.choices(largest, k=size) for _ in range(number))
             chosen = max(drawn, key=lambda batch: sum(sizes[index] for index in batch))
         return f"the longest batch of {len(sizes)} samples", [make_batch(loader.collate_fn, [read[index] for index in chosen])]

@@ -60,7 +60,8 @@ class CutLoop:
             return self._missing_of_training(lives, looked_until)
         if len(self.begins_at) < 4 or not self.num_missing:
             return []
-        begins_at, ended = self.begins_at[-4:], self.begins_at[-1]
+        begins_at = self.begins_at[-4:]
+        ended = self.begins_at[-1]
         born = _born(lives, begins_at)
         appended = [_kept_until(ended, made, lives) for made in born][:2]
         joined = _joined(ops[begins_at[1] : ended], lives, born, ended)
@@ -145,7 +146,8 @@ def _joined(ops: Sequence[Op], lives: Sequence[Life], born: Sequence[Collection[
 def _derived(ops: Sequence[Op], begin: int, lives: Sequence[Life], holders: Collection[int]) -> tuple[set[int], int]:
     """What is computed from ``holders``, from operator ``begin`` to the next backward pass or update, and its peak in bytes."""
     found: set[int] = set()
-    known, until = {*holders}, _last_death(holders, lives)
+    known = {*holders}
+    until = _last_death(holders, lives)
     for at in range(begin, len(ops)):
         if at > until or ops[at].phase is not Phase.FORWARD:
             break

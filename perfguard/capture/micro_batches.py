@@ -110,7 +110,8 @@ class MicroBatches:
             return True
         if not self._has_backward(self._begun[-1].place) or not self._replay.knows(key, model):
             return False
-        start, middle = self._begun[-2].place, self._begun[-1].place
+        start = self._begun[-2].place
+        middle = self._begun[-1].place
         of_graph = {*range(start.num_lives, middle.num_lives)} & (self._made - self._returned)
         if not self._recorder.are_dead(of_graph):  # a graph that is kept, of which nothing would be there
             return False
@@ -129,7 +130,8 @@ class MicroBatches:
 
     def leave_out(self) -> None:
         """Leave out the micro-batch that would begin now."""
-        repetition, latest = self._repetition, self._begun[-1]
+        repetition = self._repetition
+        latest = self._begun[-1]
         assert repetition is not None
         assert latest.key is not None
         if not self._replay.leaves_out:

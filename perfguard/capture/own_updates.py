@@ -94,7 +94,8 @@ class OwnUpdates:
 
 def _leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return what a backward pass from ``outputs`` gives gradients."""
-    found, seen = [], set()
+    found = []
+    seen = set()
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs]
     while waiting:
         node = waiting.pop()

@@ -104,7 +104,8 @@ class Ranks:
             from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
             if not self._world_size:
-                self._rank, self._world_size = rank, size
+                self._rank = rank
+                self._world_size = size
                 _let_wrappers_run_on_meta(replace, self._recorder, self._use, self._device_kind)
             return own(size, rank, ranks, "fake", store, *args, **kwargs | {"backend_options": None, "device_id": None})
 
@@ -252,7 +253,9 @@ def _following_meta(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def reset_sharded_param(self: Any) -> None:
         own(self)
-        parameter, size, dim = self.sharded_param, self.padded_sharded_param_size, self.fsdp_placement.dim
+        parameter = self.sharded_param
+        size = self.padded_sharded_param_size
+        dim = self.fsdp_placement.dim
         local = parameter._local_tensor
         if local.is_meta and local.untyped_storage()._cdata != self._sharded_param_data.untyped_storage()._cdata:
             padded = local if local.size() == size else local.new_empty(size)

@@ -131,7 +131,8 @@ class RealStep(Recorder):
         return [tensor for tensor in tensors_in(value) if tensor.device.type == self._device_kind]
 
     def _in_words(self) -> str:
-        real, dry = self._steps[0], self._expected
+        real = self._steps[0]
+        dry = self._expected
         ran = [
             f"runs {real[kind]} {noun} ({dry[kind]} in the dry run)" for kind, noun in _NOUNS.items() if real[kind] != dry[kind]
         ]

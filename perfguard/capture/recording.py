@@ -115,7 +115,9 @@ class Recording:
         What comes before the first forward pass does not count: the host may have made it. Nor do steps after which no garbage is
         collected: of the first epoch, all but five, and after it, all but three. Evaluations and larger inputs do.
         """
-        ops, steps, forwards = self.ops, self.events.steps, self.events.forwards
+        ops = self.ops
+        steps = self.events.steps
+        forwards = self.events.forwards
         live = live_bytes(self.lives, len(ops))
         counts = self._where_garbage_is_gone()
         is_judged = np.zeros(len(ops), np.bool_)
@@ -127,7 +129,8 @@ class Recording:
         at = int(live_beside.argmax())
         forward, evaluates = max((seen for seen in forwards if seen[0] <= at), default=(0, False))
         step = bisect_right(steps, at)
-        begin, end = steps[step - 1] if step else self.first_forward, steps[step] if step < len(steps) else len(ops)
+        begin = steps[step - 1] if step else self.first_forward
+        end = steps[step] if step < len(steps) else len(ops)
         if evaluates and all(op.phase is Phase.FORWARD for op in ops[forward : at + 1]):
             trains = (where for where, evaluates in forwards if where > at and not evaluates)
             return "an evaluation", "infer", Span(begin, min(end, next(trains, end)))
@@ -136,7 +139,8 @@ class Recording:
         return "a later step" if step else "the first step", "train", Span(begin, end)
 
     def _where_garbage_is_gone(self) -> npt.NDArray[np.bool_]:
-        ops, steps = self.ops, self.events.steps
+        ops = self.ops
+        steps = self.events.steps
         found = np.zeros(len(ops), np.bool_)
         found[steps[0] if self.events.stages else self.first_forward : steps[:5][-1]] = True
         found[self.end_of_first_epoch : steps[: len(steps) - self.num_later_steps + 3][-1]] = True
@@ -194,7 +198,8 @@ def cut_step(
     order = {StorageKind.INPUT: 1, StorageKind.OPTIMIZER_STATE: 2, StorageKind.BUFFER: 3, StorageKind.GRADIENT: 4}
     for index, life in enumerate(lives):
         kind, name = lasting.get(index, (life.kind, life.name))
-        birth, death = life.birth - begin, math.inf if life.death is None else life.death - begin
+        birth = life.birth - begin
+        death = math.inf if life.death is None else life.death - begin
         if death < birth:  # a batch that was copied in a replayed part of the loop, and that no operator has read
             continue
         if index in place and birth <= 0:  # one that is assigned later, as by `parameter.data = ...`, is not there before

@@ -128,7 +128,8 @@ class Remembered:
             self.give_up(shown)
         if answers or not isinstance(shown, CaptureError):  # else it did not come to what tells trials apart
             self._shown.put(self._key(answers), shown)
-        parameters, space = _without_numbers(answers), self._spaces.get(tuple(answers))
+        parameters = _without_numbers(answers)
+        space = self._spaces.get(tuple(answers))
         if not isinstance(shown, Exception):
             self.alike.note(answers, shown, by_value=space is None or space.by_value is not False)
         if len(parameters) < len(answers) and space is not None and space.by_value is False:  # another number changes nothing

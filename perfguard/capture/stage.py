@@ -128,7 +128,8 @@ class HostTensors(TorchDispatchMode):
         if kwargs.get("pin_memory"):  # there may be no GPU for it, and a process that was forked may not use one
             kwargs = {**kwargs, "pin_memory": False}
         if any(tensor.is_cuda for tensor in given):  # it was on the device before the dry run began
-            args, kwargs = self._with_twins(args), self._with_twins(kwargs)
+            args = self._with_twins(args)
+            kwargs = self._with_twins(kwargs)
             given = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in given):
             found = self._run_beside(func, args, kwargs, given)
@@ -144,7 +145,8 @@ class HostTensors(TorchDispatchMode):
         if writes_to_host and all(self.values.are_known(tensor) for tensor in given if tensor.is_meta):
             return func(*tree_map_only(torch.Tensor, self.values.read, args), **kwargs)  # a permutation, for instance
         if any(not tensor.is_meta and tensor.dim() for tensor in given) and func not in _READING_LENGTHS:
-            args, kwargs = self._with_twins(args), self._with_twins(kwargs)
+            args = self._with_twins(args)
+            kwargs = self._with_twins(kwargs)
         if self.in_forward and self._unread:
             self._note_inputs(tensors_in((args, kwargs)))
         return self.values.run(func, args, kwargs, self.recorder.record)
@@ -285,7 +287,8 @@ class HostTensors(TorchDispatchMode):
     def _copied(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """A batch on its way to the device: where the trace of a workload begins, it is there already."""
         _refuse_sparse(source.layout)
-        dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
+        dtype = kwargs.get("dtype") or source.dtype
+        layout = kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
         if not self.blanks.has([source]):
             self.values.remember(twin, source)
@@ -486,14 +489,18 @@ class Placement(TorchFunctionMode):
     def move_to_gpu(self, call: _Call) -> Any:
         """Let `x.cuda()` move it to the stage."""
         self._names_gpu = True
-        call.func, call.args, call.kwargs = torch.Tensor.to, (call.source, META), {}
+        call.func = torch.Tensor.to
+        call.args = (call.source, META)
+        call.kwargs = {}
         return _GO_ON
 
     def change_type(self, call: _Call) -> Any:
         """Let `x.type(torch.cuda.FloatTensor)` move it to the stage."""
         dtype = cuda_type_named(call.args[1] if call.args[1:] else call.kwargs.get("dtype"))
         if dtype is not None:
-            call.func, call.args, call.kwargs = torch.Tensor.to, (call.source, META, dtype), {}
+            call.func = torch.Tensor.to
+            call.args = (call.source, META, dtype)
+            call.kwargs = {}
         return _GO_ON
 
     def move_to_host(self, call: _Call) -> Any:
@@ -642,7 +649,9 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     if tensor.is_meta:
         tensor.data = empty_twin(data)
         return
-    kind, attributes, requires_grad = type(tensor), dict(vars(tensor)), tensor.requires_grad
+    kind = type(tensor)
+    attributes = dict(vars(tensor))
+    requires_grad = tensor.requires_grad
     torch.utils.swap_tensors(tensor, data.detach())
     tensor.__class__ = kind
     vars(tensor).update(attributes)
@@ -789,7 +798,8 @@ def _making_lazy_on_meta(own: Any) -> Any:
 def _registering_on_meta(own: Any, values: Values) -> Any:
     def register_buffer(self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         if tensor is not None and not tensor.is_meta and type(tensor) is torch.Tensor:
-            real, tensor = tensor, empty_twin(tensor)
+            real = tensor
+            tensor = empty_twin(tensor)
             if not real.is_floating_point() and real.numel() <= values.most_elements:  # a counter, or positions
                 values.remember(tensor, real)
         own(self, name, tensor, persistent)

@@ -32,7 +32,8 @@ class Stopwatch:
 
     def enter(self, part: Part) -> Part:
         """Count for ``part`` from now on. Return for which it was counted before."""
-        before, now = self._part, self._now()
+        before = self._part
+        now = self._now()
         self._seconds[before] += now - self._since
         self._part = part
         self._since = now

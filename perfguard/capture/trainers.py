@@ -127,7 +127,8 @@ def _validating(own: Any) -> Any:
 
     @functools.wraps(own)
     def on_advance_end(self: Any) -> None:
-        trainer, epoch = self.trainer, self.epoch_loop
+        trainer = self.trainer
+        epoch = self.epoch_loop
         if epoch.batch_idx + 1 < trainer.num_training_batches and epoch._should_check_val_epoch():
             trainer.validating = True
             epoch.val_loop.run()

@@ -617,7 +617,8 @@ class Watch:
 
     def _is_same_step(self) -> bool:
         """Whether DeepSpeed steps another group of parameters: no backward pass has run since the last."""
-        steps, ops = self.events.steps, self._recorder.ops
+        steps = self.events.steps
+        ops = self._recorder.ops
         return bool(steps) and all(op.phase is not Phase.BACKWARD for op in ops[steps[-1] :])
 
     @property
@@ -643,7 +644,9 @@ class Watch:
             self.events.stages.append(step_of(self.events.steps, 0))
         if self._optimizers.steps:
             self._forget_models()
-        self.events.steps, self.events.copies, self.events.batches = [], [], []
+        self.events.steps = []
+        self.events.copies = []
+        self.events.batches = []
         self._loop_heads = LoopHeads()
         self.loaders.begin_anew()
 
@@ -695,7 +698,8 @@ class Watch:
         if in_all is None and not stop and not events.stages and not self.loaders.may_stop_early:
             in_all = self._loop_heads.steps(per_epoch if self.loaders.feed_steps else None)
         size = self._samples_and_tokens(number)
-        ranks, host_memory = self._ranks.number, self.host.use.memory()
+        ranks = self._ranks.number
+        host_memory = self.host.use.memory()
         was_whole = len(events.steps) > 1 or not self.leaves_out  # the last micro-batch of the first step is not
         may_be_lost = (self._may_be_lost and not stop) or not was_whole
         num_optimizers = len(self._optimizers.steps)
@@ -719,7 +723,8 @@ class Watch:
         """What a step is made of. The loader knows best how many samples; models may read a part of a batch, or a batch twice."""
         ends = [0, *self.events.batches] if len(self.events.batches) < 2 else self.events.batches
         read = self.host.batches[ends[number] : ends[number + 1]]
-        read_samples, tokens = sum(samples for samples, _ in read), sum(tokens for _, tokens in read)
+        read_samples = sum(samples for samples, _ in read)
+        tokens = sum(tokens for _, tokens in read)
         samples = self.loaders.samples_per_step or read_samples
         return samples or None, (samples * tokens // read_samples or None) if read_samples else None
 
@@ -739,7 +744,8 @@ class Watch:
     def _recording(self) -> Recording:
         """What was recorded, with what loops that were cut short would hold besides."""
         lasting = self._lasting()
-        ops, lives = self._recorder.ops, self._recorder.lives()
+        ops = self._recorder.ops
+        lives = self._recorder.lives()
         looked_until = self.events.steps[:5][-1]
         kept = [loop.missing(ops, lives, looked_until) for loop in self.loaders.loops]
         grows = (

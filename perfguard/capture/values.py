@@ -118,7 +118,8 @@ class Values:
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that changes its first argument, such as `counter.add_(1)` or `labels[labels == 2] = 0`."""
-        target, others = args[0], tensors_in((args[1:], kwargs))
+        target = args[0]
+        others = tensors_in((args[1:], kwargs))
         found = self._of(target)
         is_whole = target.numel() <= self.most_elements and target.nbytes == target.untyped_storage().nbytes()
         if operator_of(func).name in _OVERWRITING and is_whole and not target.is_floating_point():
@@ -171,7 +172,8 @@ class Values:
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool | None:
         """Whether the result of an operator follows from what is surely known, or from what is taken for 0. None: neither."""
-        name, given = operator_of(func).name, tensors_in((args, kwargs))
+        name = operator_of(func).name
+        given = tensors_in((args, kwargs))
         if func.is_view or func.namespace != "aten" or operator_of(func).writes or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         if any(tensor.numel() > self.most_elements for tensor in given):

@@ -79,15 +79,19 @@ class CachingAllocator:
             sizes: of the blocks, from :func:`rounded`.
             blocks: those that are there; 0: not there. They are changed in place.
         """
-        both, size_from, size_to = self._free, self._size_from, self._size_to
-        allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
+        both = self._free
+        size_from = self._size_from
+        size_to = self._size_to
+        allocated = self.allocated_bytes
+        peak = self.peak_allocated_bytes
         for event in events:
             if event < 0:
                 block = blocks[~event]
                 if not block:
                     continue
                 blocks[~event] = 0
-                has, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                has = block >> _ADDRESS_BITS
+                address = block & _ADDRESS
                 allocated -= has
                 free = both[address >= _LARGE_POOL]
                 if left := size_to.pop(address, 0):
@@ -108,10 +112,12 @@ class CachingAllocator:
             at = bisect_left(free, size << _ADDRESS_BITS)
             if at < len(free):
                 block = free.pop(at)
-                has, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                has = block >> _ADDRESS_BITS
+                address = block & _ADDRESS
                 del size_from[address], size_to[address + has]
             else:
-                has, address = segment_size(size), self._ends[is_large]
+                has = segment_size(size)
+                address = self._ends[is_large]
                 self._ends[is_large] += has + MIN_BLOCK
                 self.reserved_bytes += has
             rest = has - size
@@ -124,7 +130,8 @@ class CachingAllocator:
             allocated += has
             if allocated > peak:
                 peak = allocated
-        self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
+        self.allocated_bytes = allocated
+        self.peak_allocated_bytes = peak
 
 
 def rounded(num_bytes: int) -> int:
@@ -155,7 +162,8 @@ class _Program(NamedTuple):
 
 def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
     """The requests of a training loop: what a step allocates and frees, in order."""
-    end, number = len(ops), len(storages)
+    end = len(ops)
+    number = len(storages)
     births: list[list[int]] = [[] for _ in range(end + 1)]
     deaths: list[list[int]] = [[] for _ in range(end + 1)]
     lasting: list[int] = []
@@ -199,7 +207,8 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
     for slot, index in zip(slots[len(inputs) :], kept, strict=True):
         ends.setdefault(storages[index].death - end - 1, []).append(slot)
     for i in range(end):
-        outputs, ended = made(births[i]), freed(deaths[i])
+        outputs = made(births[i])
+        ended = freed(deaths[i])
         of_cublas = workspaces.get(i, [])  # a kernel asks for it after its outputs
         first += (made(state) if i == first_update else []) + outputs + of_cublas + ended
         later += outputs + ended + freed(ends.get(i, ()))
@@ -209,7 +218,8 @@ def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
 
 def replay_allocator(graph: OpGraph, device: Device) -> AllocatorReplay:
     """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator of ``device``."""
-    program, number = _program_of(graph.ops, graph.storages), len(graph.storages)
+    program = _program_of(graph.ops, graph.storages)
+    number = len(graph.storages)
     sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), *[rounded(cublas_workspace_bytes(device))] * 2]
     sizes += [0] * len(program.carried)
     blocks = [0] * len(sizes)
@@ -221,7 +231,8 @@ def replay_allocator(graph: OpGraph, device: Device) -> AllocatorReplay:
     for _ in range(3):
         before = allocator.reserved_bytes
         for at, index in enumerate(program.carried, number + 2):
-            blocks[at], blocks[index] = blocks[index], 0
+            blocks[at] = blocks[index]
+            blocks[index] = 0
         allocator.run(program.later, sizes, blocks)
         if allocator.reserved_bytes == before:
             break

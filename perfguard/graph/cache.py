@@ -79,7 +79,8 @@ def structure_of(workload: Workload, target: Target) -> Hashable | None:
     try:
         parts = {field.name: getattr(workload, field.name) for field in fields(workload)}
         del parts["steps"], parts["steps_per_epoch"]  # they change no step
-        parts["inputs"], parts["targets"] = mapped(workload.inputs, _sizes), mapped(workload.targets, _sizes)
+        parts["inputs"] = mapped(workload.inputs, _sizes)
+        parts["targets"] = mapped(workload.targets, _sizes)
         parts["optimizer"] = _optimizer(workload.optimizer) if workload.mode == "train" else None
         pickler.dump((_ambient(), parts))
     except Exception:  # whatever the user's objects raise when they are pickled

@@ -217,7 +217,8 @@ def _embedding_backward_workspace(func: torch._ops.OpOverload, args: Args, kwarg
     number = args[1].numel()
     if number <= 3072:
         return None
-    width, dtype = args[0].shape[-1], torch.promote_types(args[0].dtype, torch.float32)
+    width = args[0].shape[-1]
+    dtype = torch.promote_types(args[0].dtype, torch.float32)
     return torch.empty(number // 10 + min(number, args[2]), -(-width // 32) * 32, dtype=dtype, device="meta")
 
 
@@ -272,7 +273,11 @@ def product_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequenc
 
 
 def _convolution_backward_flops(args: Args) -> int:
-    grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
+    grad_output = args[0]
+    inputs = args[1]
+    weight = args[2]
+    transposed = bool(args[7])
+    output_mask = args[10]
     one = product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
     return one * (int(output_mask[0]) + int(output_mask[1]))
 
@@ -317,7 +322,8 @@ def attributes_of(name: str, kind: str, args: Args) -> dict[str, Any]:
     tables of `cudnnConvolutionForward`).
     """
     if (first := _FIRST_FACTOR.get(name)) is not None:
-        left, right = args[first].shape, args[first + 1].shape
+        left = args[first].shape
+        right = args[first + 1].shape
         return {"product": (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])}
     if name in ("fused_rnn", "fused_rnn_backward"):
         return {"steps": args[-1]}
@@ -325,7 +331,8 @@ def attributes_of(name: str, kind: str, args: Args) -> dict[str, Any]:
         return {}
     shift = 0 if kind == "conv" else 1
     inputs, weight, stride, padding, dilation = args[shift], args[1 + shift], *args[3 + shift : 6 + shift]
-    transposed, groups = bool(args[6 + shift]), int(args[8 + shift])
+    transposed = bool(args[6 + shift])
+    groups = int(args[8 + shift])
     return convolution_attributes(
         tuple(inputs.shape),
         tuple(weight.shape),

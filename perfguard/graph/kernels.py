@@ -228,7 +228,8 @@ class _FusedRnn(torch.autograd.Function):
         _workspace = input.new_empty(num_workspace)
         output, hy, cy, reserve = torch.ops.perfguard.fused_rnn(input, hx, cx, weights, num_directions, num_reserved, num_steps)
         ctx.save_for_backward(input, output, hx, cx, reserve, *weights)
-        ctx.num_steps, ctx.num_workspace = num_steps, num_workspace
+        ctx.num_steps = num_steps
+        ctx.num_workspace = num_workspace
         return output, hy, cy
 
     @staticmethod
@@ -261,7 +262,8 @@ def fused_rnn(kind: str, input: torch.Tensor, *args: Any, on_cpu: bool) -> tuple
     states, weights, _biases, num_layers, _dropout, train, bidirectional = args[1:8] if packed else args[:7]
     hx, cx = states if kind == "lstm" else (states, None)
     num_directions = 2 if bidirectional else 1
-    hidden, width = weights[0].shape[0] // _GATES[kind], hx.shape[-1]
+    hidden = weights[0].shape[0] // _GATES[kind]
+    width = hx.shape[-1]
     kept = _RESERVED[kind] * hidden * num_directions * num_layers + width * num_directions * (num_layers - 1)
     positions = input.shape[:-1].numel()
     length = args[0].numel() if packed else positions // hx.shape[1]  # that of the longest sequence
@@ -514,7 +516,8 @@ class DevicePaths(TorchFunctionMode):
         cacheable = tensor.dtype is torch.float32 and dtype in _HALF and tensor.requires_grad and tensor.is_leaf
         if not cacheable or tensor._is_view() or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
-        casts, key = _of_thread.casts, (id(tensor), dtype)
+        casts = _of_thread.casts
+        key = (id(tensor), dtype)
         if key not in casts:
             casts[key] = tensor, tensor.to(dtype)
         return casts[key][1]
@@ -592,7 +595,8 @@ def device_semantics(device_type: str) -> Iterator[None]:
 def _replace_all() -> None:
     if "torch._dynamo.eval_frame" in sys.modules:  # otherwise nothing is compiled, and nothing need be loaded
         _restoring.enter_context(torch.compiler.set_stance("force_eager"))
-    checkpoint, transformer = torch.utils.checkpoint, torch.nn.modules.transformer
+    checkpoint = torch.utils.checkpoint
+    transformer = torch.nn.modules.transformer
     _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(is_meta, args)) else _USE_ORIGINAL)
 
     def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> Any:

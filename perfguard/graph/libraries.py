@@ -217,7 +217,8 @@ def _paged(own: Any) -> Any:
         if device.type == "cpu":
             return own(*shape, dtype=dtype, device=device)
         paged: Any = torch.empty((), dtype=dtype, device=META).expand(shape)
-        paged.is_paged, paged.page_deviceid = True, 0
+        paged.is_paged = True
+        paged.page_deviceid = 0
         return paged
 
     return get_paged
@@ -227,7 +228,9 @@ class _Expanded:
     """Stands for an operator, which is called with its overload or without. Other threads may train on a GPU meanwhile."""
 
     def __init__(self, expand: Callable[..., Any], own: Any) -> None:
-        self._expand, self._own, self.default = expand, own, self
+        self._expand = expand
+        self._own = own
+        self.default = self
 
     def __call__(self, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (self._expand if rows.is_meta else self._own)(rows, *args, **kwargs)

@@ -123,7 +123,8 @@ class OpGraph:
     def _live_bytes_where(self, chosen: npt.NDArray[np.bool_], *, of_last_step: bool = True) -> npt.NDArray[Any]:
         """Same as :attr:`live_bytes`, for the ``chosen`` (S,) storages, with or without what the last step leaves of them."""
         number = len(self.ops) + 1
-        (_, births, deaths), num_bytes = self.lifetimes[:, chosen], self.storage_bytes[chosen]
+        (_, births, deaths) = self.lifetimes[:, chosen]
+        num_bytes = self.storage_bytes[chosen]
         change = np.zeros(2 * number + 2, dtype=num_bytes.dtype)
         np.add.at(change, births + 1, num_bytes)
         np.subtract.at(change, deaths + 2, num_bytes)
@@ -156,8 +157,10 @@ class OpGraph:
 
     def num_alive(self, index: int) -> npt.NDArray[np.int64]:
         """Number of copies of each storage alive at operator ``index``: 2 while the last step's is still there. Shape: (S,)."""
-        (_, births, deaths), number = self.lifetimes, len(self.ops) + 1
-        own, of_last_step = (births <= index) & (index <= deaths), (deaths >= number) & (index <= deaths - number)
+        (_, births, deaths) = self.lifetimes
+        number = len(self.ops) + 1
+        own = (births <= index) & (index <= deaths)
+        of_last_step = (deaths >= number) & (index <= deaths - number)
         return np.asarray(own.astype(np.int64) + of_last_step)
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
@@ -256,7 +259,8 @@ class OpGraph:
                 options=tuple(document.get("options", ())),  # since schema 2
                 unmodelled=tuple(map(_gap_from_json, document["unmodelled"])),
             )
-            known, end = range(len(graph.storages)), len(graph.ops)
+            known = range(len(graph.storages))
+            end = len(graph.ops)
             if any(index not in known for op in graph.ops for index in (*op.inputs, *op.outputs)) or any(
                 not (-1 <= storage.birth <= end and -1 <= storage.death <= 2 * end) for storage in graph.storages
             ):

@@ -120,7 +120,8 @@ def optimizers_on_meta(
     made = {}
     for path, optimizer in given.items():
         try:
-            part, live_part = model.get_submodule(path), workload.model.get_submodule(path)
+            part = model.get_submodule(path)
+            live_part = workload.model.get_submodule(path)
         except AttributeError:
             raise WorkloadError(
                 f"Workload.optimizer names the submodule {path!r}, which {type(model).__name__} does not have. "

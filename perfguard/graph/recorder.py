@@ -94,7 +94,8 @@ def operator_of(func: torch._ops.OpOverload) -> _Operator:
     )
     kind = kind_of(name)
     if func.namespace == "c10d":  # their schemas do not say that they write to their first argument
-        writes, kind = ((0, func._schema.arguments[0].name),), "copy"
+        writes = ((0, func._schema.arguments[0].name),)
+        kind = "copy"
     if func.namespace == "_c10d_functional":
         kind = "copy"
     return _Operator(name, kind, func.is_view, launches_kernel(name), writes)
@@ -198,7 +199,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def in_phase(self, phase: Phase | None) -> Iterator[None]:
         """Everything inside is of ``phase``."""
-        before, self.phase = self.phase, phase
+        before = self.phase
+        self.phase = phase
         try:
             yield
         finally:
@@ -207,7 +209,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def with_attributes(self, **attributes: Any) -> Iterator[None]:
         """Every operator inside has these ``attributes``."""
-        before, self._attributes = self._attributes, self._attributes | attributes
+        before = self._attributes
+        self._attributes = self._attributes | attributes
         try:
             yield
         finally:
@@ -380,7 +383,8 @@ class Recorder(TorchDispatchMode):
         if operator.is_view:
             self._views += 1
             return
-        inputs, outputs = self._own((args, kwargs)), self._own(out)
+        inputs = self._own((args, kwargs))
+        outputs = self._own(out)
         if not inputs and not outputs:
             return
         if self._paused is not None:
@@ -433,10 +437,12 @@ class Recorder(TorchDispatchMode):
     def _without_masks(self, source: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
         """Masks become positions, as in the kernel of the target, which calls `nonzero`."""
         found: list[Any] = []
-        self.selections.are_read, self.selections.are_few = False, source.numel() < 100
+        self.selections.are_read = False
+        self.selections.are_few = source.numel() < 100
         for index in indices:
             found += self._run(torch.ops.aten.nonzero.default, (index,), {}).unbind(1) if is_mask(index) else [index]
-        self.selections.are_read, self.selections.are_few = True, False
+        self.selections.are_read = True
+        self.selections.are_few = False
         return found
 
     def _where(self) -> tuple[Phase, str]:
@@ -465,7 +471,8 @@ class Recorder(TorchDispatchMode):
         born = len(self.ops) if birth is None else birth
         self._lives.append(Life(storage.nbytes(), kind, born, None, name or module, phase))
         reference = self._references[index] = _Reference(storage, self._dead.append)
-        reference.address, reference.index = address, index
+        reference.address = address
+        reference.index = index
         if self._paused is not None:
             self._made_in_pause[index] = self._paused.num_ops
         return index

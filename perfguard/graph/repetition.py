@@ -70,7 +70,8 @@ class Repetition:
             num_bytes = 0 if after is None else life.num_bytes
             birth = life.birth + shift
             self._lives.append(life._replace(num_bytes=num_bytes, birth=birth, death=birth))
-        before, own = self._first_of_before, self._middle.num_lives
+        before = self._first_of_before
+        own = self._middle.num_lives
 
         def moved(index: int) -> int:
             if index >= own:
@@ -109,7 +110,8 @@ def are_alike(ops: Sequence[Op], lives: Sequence[Life], start: Place, middle: Pl
 
     Both may read what the part before them has left, and what was there before: the same, or inputs of as many bytes.
     """
-    number, shift = middle.num_ops - start.num_ops, middle.num_lives - start.num_lives
+    number = middle.num_ops - start.num_ops
+    shift = middle.num_lives - start.num_lives
     if not number or (end.num_ops - middle.num_ops, end.num_lives - middle.num_lives) != (number, shift):
         return False
     made = zip(lives[start.num_lives : middle.num_lives], lives[middle.num_lives : end.num_lives], strict=True)

@@ -64,7 +64,8 @@ def roofline_s(graph: OpGraph, device: Device) -> _Floats:
 
 def work_s(graph: OpGraph, device: Device) -> tuple[_Floats, _Floats]:
     """Return the seconds of each operator's arithmetic and of its traffic at the device's peak rates. Shapes: (N,)."""
-    flops, num_bytes = graph.costs[0].astype(np.float64), (graph.costs[1] + graph.costs[2]).astype(np.float64)
+    flops = graph.costs[0].astype(np.float64)
+    num_bytes = (graph.costs[1] + graph.costs[2]).astype(np.float64)
     if device.kind == "cpu":
         flops = flops * np.sqrt(np.prod(channel_padding(graph, device), axis=0))
     return flops / _rates(graph, device), num_bytes / device.bandwidth_bytes_per_s
@@ -133,8 +134,10 @@ def channel_padding(graph: OpGraph, device: Device) -> _Floats:
     if convolutions:
         # The floats of an AVX-512 register, and the multiple that tensor cores use.
         lanes, without_blocks = 16 if device.kind == "cpu" else 8, 4  # images and sound have kernels without blocks
-        weight, groups = graph.attribute("weight_shape", ops=convolutions), graph.attribute("groups", ops=convolutions)
-        first, second = weight[:, 0], weight[:, 1] * groups[:, 0]
+        weight = graph.attribute("weight_shape", ops=convolutions)
+        groups = graph.attribute("groups", ops=convolutions)
+        first = weight[:, 0]
+        second = weight[:, 1] * groups[:, 0]
         transposed = np.array([bool(graph.ops[index].attributes["transposed"]) for index in convolutions])
         channels = np.where(transposed, (first, second), (second, first))
         in_blocks = (-(-channels // lanes) * lanes / np.maximum(channels, 1)).astype(np.float64)

@@ -204,7 +204,8 @@ def unknown_span(graph: OpGraph, op_time_s: Sequence[float], memory_bytes: float
     if not opaque:
         return {"memory": 0.0, "time": 0.0}
     # A matrix product does about 30 times as many operations for a byte beyond what a GPU's memory keeps up with.
-    slower, larger = 30, 4
+    slower = 30
+    larger = 4
     more_s = sum(op_time_s[index] * (slower * number - 1) for index, number in opaque.items())
     touched = max(graph.ops[index].bytes_read + graph.ops[index].bytes_written for index in opaque)
     return {

@@ -193,7 +193,9 @@ class _Tracer:
                     del output
 
     def _training_step(self) -> None:
-        workload, model, recorder = self._workload, self._model, self._recorder
+        workload = self._workload
+        model = self._model
+        recorder = self._recorder
         inputs, targets = self._batch()
         optimizers = optimizers_on_meta(workload, model, self._target, around_step=self._optimizing)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -293,8 +295,11 @@ class _Tracer:
             yield
 
     def _batch(self) -> tuple[Any, Any]:
-        workload, recorder, model = self._workload, self._recorder, self._model
-        inputs, targets = batch_on_meta(workload.inputs, workload), batch_on_meta(workload.targets, workload)
+        workload = self._workload
+        recorder = self._recorder
+        model = self._model
+        inputs = batch_on_meta(workload.inputs, workload)
+        targets = batch_on_meta(workload.targets, workload)
         recorder.adopt(model.named_parameters(), StorageKind.PARAMETER)
         recorder.adopt([*model.named_buffers(), *self._constants], StorageKind.BUFFER)
         recorder.adopt((("inputs", tensor) for tensor in tensors_in(inputs)), StorageKind.INPUT)
