@@ -124,13 +124,26 @@ def trl_on_meta(replace: Replace) -> None:
         replace(offloading.OffloadActivations, "__init__", _offloading_from_meta)
 
 
+class _TypeOfDevice(str):
+    """The name of the device's type. A tensor says "cuda" where a dry run answers for it, and "meta" within autograd."""
+
+    def __eq__(self, other: object) -> bool:
+        return other in ("cuda", "meta")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
 def _offloading_from_meta(own: Any) -> Any:
     @functools.wraps(own)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as stack:
             replacing(stack)(torch.accelerator, "current_accelerator", lambda _: lambda: torch.device("cuda"))
             own(self, *args, **kwargs)
-        self.accelerator_type = "meta"
+        self.accelerator_type = _TypeOfDevice("meta")
 
     return __init__
 
