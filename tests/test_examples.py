@@ -95,9 +95,6 @@ def test_skypilot_is_told_the_time_of_a_script_on_each_gpu(tmp_path: Path) -> No
     seconds = example["seconds_by_gpu"](str(script), [])
     assert seconds.keys() == set(example["GPUS"])
     assert seconds["T4"] > seconds["V100"] > seconds["A100"] > seconds["H100"] > 60
-    script.write_text(COUNTED.replace("for _ in range(50_000)", "while float(model.weight.sum()) != 1"))
-    with pytest.raises(SystemExit, match=r"`perfguard dry-run .*` says why"):
-        example["seconds_by_gpu"](str(script), [])
     pytest.importorskip("sky")
     task = example["task_of"](str(script), ["--epochs", "3"], {"T4": 60, "H100": 10})
     assert sorted(map(task.estimate_runtime, task.resources)) == [10, 60]

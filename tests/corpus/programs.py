@@ -22,7 +22,7 @@ PROGRAMS: Mapping[Program, int | None] = {
 FURTHER = {
     "masked_words": 0.06,  # scaled_dot_product_attention of a CPU keeps something else than the kernel of a GPU
     "actor_and_critic": 0.06,  # the first step after a rollout is 5% higher than in the real run; why is not known
-    "there_and_back": 0.7,  # a pool that a class of the program's own bounds is taken to grow to the end of the epoch
+    "there_and_back": 1.0,  # a pool that a class of the program's own bounds is taken to grow to the end of the epoch
     "prefetched_batches": 0.15,  # what arrives while the last step's batch is there is taken to come when that is gone
     "average_in_evaluation": 0.02,  # likewise: the next batch is taken to be there while the average follows
 }
