@@ -146,7 +146,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.tries:
         raise ConfigurationError("--allow-8bit is for a script of Hugging Face's Trainer, without --try.")
     try:
-        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401  # before a dry run pretends to have CUDA
+        import bitsandbytes  # noqa: F401  # before a dry run pretends to have CUDA
     except ImportError as error:
         raise ConfigurationError(f"--allow-8bit needs bitsandbytes: pip install bitsandbytes ({error}).") from error
 
