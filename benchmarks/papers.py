@@ -1,6 +1,6 @@
 """The papers' predictors as the papers judge them: one card, runs drawn at random, and families that were never seen.
 
-    python benchmarks/papers.py workloads.csv.gz --cache .perfguard-cache --epochs 30 --most-rows 900
+    python benchmarks/papers.py TABLE... --cache .perfguard-cache --epochs 30 --most-rows 900
 
 A paper judges its predictor on runs of one card that were drawn at random, of networks whose other batches it has learnt. Here
 each predictor learns from the same runs, and so does GuardNet's learner of that quantity. The last column has the paper's own
@@ -22,10 +22,8 @@ from _record import parser_of, show
 from perfguard_research.dataset import Run, dataset_of, folds
 from perfguard_research.leaderboard import error_of
 from perfguard_research.learners import labels_of, learner_class
+from perfguard_research.papers.graph_learner import GraphLearner
 from perfguard_research.tables import MeasuredRow
-
-_GRAPH_NETWORKS = ("dnnperf", "perfseer", "dippm", "lilou")
-"""Those whose number of epochs can be set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class Question:
 
     Attributes:
         words: what is asked, for the table.
-        source, gpu, mode, compiled: of the runs.
+        source, gpu, mode: of the runs, none of which is compiled.
         target: "memory" or "time".
         papers: by predictor, the mean error that its paper gives. GuardNet's learners have none.
     """
@@ -43,15 +41,14 @@ class Question:
     source: str
     gpu: str
     mode: str
-    compiled: bool
     target: str
     papers: dict[str, str]
 
     def unwanted(self, row: MeasuredRow) -> str:
         """Why ``row`` is not asked for; empty: it is."""
         labels = {"memory": row.memory_bytes, "time": row.step_time_s}
-        asked = (self.source, self.gpu, self.mode, self.compiled)
-        is_asked = (row.source, row.gpu, row.mode, row.compiled) == asked and row.status == "ok"
+        asked = (self.source, self.gpu, self.mode)
+        is_asked = (row.source, row.gpu, row.mode) == asked and not row.compiled and row.status == "ok"
         return "" if is_asked and labels[self.target] is not None else "not asked for"
 
 
@@ -61,7 +58,6 @@ QUESTIONS = (
         source="gpumemnet",
         gpu="a100-pcie-40gb",
         mode="train",
-        compiled=False,
         target="memory",
         # DNNPerf, table IV; DNNAbacus, abstract; PerfSeer, table 3
         papers={"dnnperf": "13.7%", "dnnabacus": "2.8%", "perfseer": "2.5%; of 1,000 runs 5.5%", "memory-forest": "-"},
@@ -71,7 +67,6 @@ QUESTIONS = (
         source="timm-benchmark",
         gpu="rtx3090",
         mode="train",
-        compiled=False,
         target="time",
         papers={"dnnperf": "7.4%", "dnnabacus": "0.9%", "perfseer": "6.7%; of 1,000 runs 15.7%", "step-time": "-"},
     ),
@@ -80,7 +75,6 @@ QUESTIONS = (
         source="timm-benchmark",
         gpu="rtx4090",
         mode="infer",
-        compiled=False,
         target="time",
         # DIPPM, section 4.2; LILOU, abstract; PerfSeer, table 3
         papers={"dippm": "1.9%", "lilou": "8.7%", "perfseer": "8.9%; of 1,000 runs 28.2%", "step-time": "-"},
@@ -118,11 +112,12 @@ def main() -> None:
     for question in QUESTIONS:
         for name, figure in question.papers.items():
             runs = runs_of(question, name, arguments.tables, cache=arguments.cache, most_rows=arguments.most_rows)
+            is_graph_network = issubclass(learner_class(name), GraphLearner)
             cells = []
             for split in ("random", "family"):
                 found = []
                 for seed in range(arguments.seeds):
-                    settings = {"seed": seed} | ({"epochs": arguments.epochs} if name in _GRAPH_NETWORKS else {})
+                    settings = {"seed": seed} | ({"epochs": arguments.epochs} if is_graph_network else {})
                     found.append(error_on(split, question, name, runs, settings))
                 means, medians = zip(*found, strict=True)
                 spread = f" ± {np.std(means):.1%}" if len(means) > 1 else ""

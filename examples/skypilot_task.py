@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfguard.devices import resolve_device
+
 if TYPE_CHECKING:
     import sky
 
@@ -44,8 +46,6 @@ def seconds_by_gpu(script: str, words: Sequence[str]) -> dict[str, int]:
 
 def ids() -> dict[str, str]:
     """PerfGuard's names by SkyPilot's."""
-    from perfguard.devices import resolve_device
-
     return {name: resolve_device(name).id for name in GPUS}
 
 

@@ -18,14 +18,18 @@ OURS := models/perfguard_models/weights
 PAPERS := models/perfguard_research/weights
 MADE := $(CACHE)/tables
 
-RUNS := $(DATA)/runs.csv.gz $(DATA)/transformers_e2e.csv $(DATA)/workloads.csv.gz $(MADE)/published.csv
-OPERATORS := $(DATA)/operators.csv.gz $(DATA)/ops.csv.gz $(MADE)/aic.csv
-COMPILED := $(DATA)/new/timm_dynamo.csv.gz
-PERCEPTRONS := $(DATA)/mlp_a100.csv.gz
+# $(call tables,NAME...): the measured tables of these names.
+tables = $(addprefix $(DATA)/,$(addsuffix .csv.gz,$(1)))
+
+WORKLOADS := $(call tables,workloads)
+RUNS := $(call tables,runs) $(DATA)/transformers_e2e.csv $(WORKLOADS) $(MADE)/published.csv
+OPERATORS := $(call tables,operators ops) $(MADE)/aic.csv
+COMPILED := $(call tables,new/timm_dynamo)
+PERCEPTRONS := $(call tables,mlp_a100)
 H100 := benchmarks/data/h100_rows.csv
 CPU := benchmarks/data/cpu.csv.gz
 
-PUBLISHED := $(addprefix $(DATA)/published/,$(addsuffix .csv.gz,cs336_more hfdocs lamikr pycls vae)) $(DATA)/new/lambda_logs.csv.gz
+PUBLISHED := $(call tables,$(addprefix published/,cs336_more hfdocs lamikr pycls vae) new/lambda_logs)
 OF_PAPERS := dnnperf dnnabacus perfseer dippm lilou
 
 .PHONY: all results step-time memory-forest cpu-memory-forest trees fusion kernels $(OF_PAPERS)
@@ -43,14 +47,14 @@ $(MADE)/published.csv: $(PUBLISHED)
 	mkdir -p $(@D)
 	$(PYTHON) -m perfguard_research.published $^ --out $@
 
-$(MADE)/aic.csv: $(DATA)/new/aic_operators.csv.gz
+$(MADE)/aic.csv: $(call tables,new/aic_operators)
 	mkdir -p $(@D)
 	$(PYTHON) -m perfguard_research.published $^ --out $@
 
 $(OURS)/step-time.safetensors: $(RUNS) $(OPERATORS) $(COMPILED) $(CPU)
 	$(TRAIN) $^ --predictor step-time --set epochs=10 --most-operators 8000 --splits family,source,gpu --out $(@D) $(COMMON)
 
-$(OURS)/memory-forest.safetensors: $(DATA)/workloads.csv.gz $(PERCEPTRONS)
+$(OURS)/memory-forest.safetensors: $(WORKLOADS) $(PERCEPTRONS)
 	$(TRAIN) $^ --predictor memory-forest --splits family,gpu --out $(@D) $(COMMON)
 
 $(OURS)/cpu-memory-forest.safetensors: $(CPU)
@@ -70,5 +74,5 @@ $(MADE)/labels.jsonl:
 $(PAPERS)/fusion.safetensors: $(MADE)/labels.jsonl
 	$(PYTHON) -m perfguard_research.fusion.train $^ --out $(@D)
 
-$(PAPERS)/kernels.safetensors: $(DATA)/operators.csv.gz
+$(PAPERS)/kernels.safetensors: $(call tables,operators)
 	$(PYTHON) -m perfguard_research.fusion.kernels $^ --out $(@D)

@@ -257,11 +257,11 @@ def _graphs(rows: Sequence[MeasuredRow], cache: Path) -> Iterator[tuple[OpGraph 
         return
     what = code_of("perfguard.graph", without=_READS_GRAPHS), rows[0].structure
     path = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip"
-    kept = _names_in(path)
-    missing = [row for row in rows if _member(row) not in kept]
-    if missing and _ERROR not in kept:
-        _trace(missing, path)
     names = _names_in(path)
+    missing = [row for row in rows if _member(row) not in names]
+    if missing and _ERROR not in names:
+        _trace(missing, path)
+        names = _names_in(path)
     with zipfile.ZipFile(path) as archive:
         for name, members in itertools.groupby(rows, key=_member):
             yield OpGraph.from_bytes(archive.read(name)) if name in names else archive.read(_ERROR).decode(), list(members)

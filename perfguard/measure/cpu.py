@@ -36,9 +36,9 @@ def note_trained(optimizer: torch.optim.Optimizer) -> None:
     known = _trained.get(id(optimizer))
     if (known is not None and known() is not None) or len(_trained) >= _MOST_TRAINED:
         return
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        _trained[id(optimizer)] = weakref.ref(parameter)
-        return
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    if first is not None:
+        _trained[id(optimizer)] = weakref.ref(first)
 
 
 class CpuProbe:
